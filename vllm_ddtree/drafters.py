@@ -1,0 +1,42 @@
+"""Public DFlash drafters by target, so that ``{"method": "ddtree"}`` alone works.
+
+A convenience, never a gate: any drafter can be named with ``"model"``. ``tested`` is true only for
+pairs this project has run in a real engine. Ids as listed in public READMEs (read 2026-11).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """One row: a target's model id, its drafter's id, and whether we ran the pair."""
+
+    target: str
+    drafter: str
+    tested: bool = False
+
+
+# Targets with sliding-window, hybrid (GDN) or MLA attention are left out: ddtree refuses them for now.
+DRAFTERS: tuple[Drafter, ...] = (
+    Drafter("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
+    Drafter("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
+    Drafter("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
+    Drafter("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+    Drafter("MiniMaxAI/MiniMax-M2.5", "z-lab/MiniMax-M2.5-DFlash"),
+    Drafter("MiniMaxAI/MiniMax-M2.7", "z-lab/MiniMax-M2.7-DFlash"),
+)
+
+
+def find_drafter(target: str) -> Drafter | None:
+    """Return the row for a target's model id or local folder of that name, or None.
+
+    Args:
+        target: the ``model`` given to vLLM; a local path matches by its last component.
+    """
+    name = target.rstrip("/").split("/")[-1].lower()
+    for row in DRAFTERS:
+        if target.lower() == row.target.lower() or name == row.target.split("/")[-1].lower():
+            return row
+    return None

@@ -1,0 +1,30 @@
+"""Which requests are verified as a chain, and why.
+
+A chain is the tree whose every node has one child: vLLM's own row-by-row processing is then right as it
+is. Owns the list of sampling parameters whose effect at a node depends on the path to it.
+"""
+
+from __future__ import annotations
+
+from vllm.sampling_params import SamplingParams
+
+
+def chain_reason(params: SamplingParams | None, custom_processors: bool) -> str | None:
+    """Return what makes this request a chain, in words for the log, or None for a tree.
+
+    Args:
+        params: the request's sampling parameters.
+        custom_processors: whether the engine runs logits processors that ddtree knows nothing about.
+    """
+    if params is None:
+        return None
+    rules = (
+        (params.repetition_penalty != 1.0, "a repetition penalty"),
+        (params.frequency_penalty != 0.0, "a frequency penalty"),
+        (params.presence_penalty != 0.0, "a presence penalty"),
+        (bool(params.bad_words), "bad_words"),
+        (params.structured_outputs is not None, "structured output"),
+        (getattr(params, "thinking_token_budget", None) is not None, "a thinking budget"),
+        (custom_processors, "custom logits processors"),
+    )
+    return next((name for applies, name in rules if applies), None)

@@ -1,0 +1,232 @@
+"""Everything that stops an engine from starting with ddtree, one sentence each.
+
+Owns the rules and their wording: requirement, what was found, why, what to do. It builds nothing.
+Invariant: each function returns all problems it finds, so that the user sees them at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm import envs
+from vllm.platforms import current_platform
+
+from vllm_ddtree.options import TreeOptions
+
+# Architectures that vLLM serves with another speculator class than DFlashSpeculator.
+_OTHER_SPECULATORS = ("DFlash2DraftModel", "LiLiCorrDraftModel", "XPressDraftModel")
+
+
+def refusal(problems: list[str]) -> ValueError:
+    """Return the one error that lists every problem."""
+    return ValueError("ddtree can't start:\n- " + "\n- ".join(problems))
+
+
+def no_drafter(target: str) -> str:
+    """The sentence for a target that has no row in the drafter table."""
+    return (
+        f"no public DFlash drafter is known for {target!r}. ddtree drafts with a DFlash model trained "
+        'for the target; name one with "model" in the speculative config.'
+    )
+
+
+def foreign_worker(found: str) -> str:
+    """The sentence for an engine whose worker class is already taken."""
+    return (
+        f"ddtree needs its own worker class, but --worker-cls is {found!r}. Only one of them can run "
+        "the model; leave --worker-cls out or don't ask for ddtree."
+    )
+
+
+def platform_problems() -> list[str]:
+    """Problems of the platform and the runner version that are known before any config is built."""
+    problems = []
+    if not (current_platform.is_cuda() or current_platform.is_cpu()):
+        problems.append(
+            f"ddtree runs on NVIDIA GPUs and, for tests, on CPUs; this is {current_platform.device_type!r}."
+        )
+    if current_platform.is_cpu():
+        from vllm_ddtree.engine.cpu_mode import cpu_mode_problem
+
+        problem = cpu_mode_problem()
+        if problem:
+            problems.append(problem)
+    elif envs.VLLM_USE_V2_MODEL_RUNNER is False:
+        problems.append(_needs_v2("VLLM_USE_V2_MODEL_RUNNER=0 is set"))
+    return problems
+
+
+def target_problems(model: Any) -> list[str]:
+    """Problems of the target, from its ModelConfig."""
+    text = model.hf_text_config
+    problems = []
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    if model.runner_type != "generate":
+        problems.append(f"ddtree needs a generating model; {model.model!r} runs as {model.runner_type!r}.")
+    if model.is_encoder_decoder:
+        problems.append(
+            "the target is an encoder-decoder model; tree positions are only defined for decoder-only "
+            "models. Serve it without ddtree."
+        )
+    if model.use_mla:
+        problems.append(
+            "the target uses multi-head latent attention (MLA), whose cache rows ddtree can't verify as a "
+            "tree yet. Serve it with method dflash."
+        )
+    if model.is_hybrid or model.is_attention_free or "linear_attention" in layer_types:
+        problems.append(
+            "the target has recurrent layers (GDN/Mamba): their state follows one path only, not a tree. "
+            "Serve it with method dflash."
+        )
+    if "sliding_attention" in layer_types or "chunked_attention" in layer_types or _has_window(model):
+        problems.append(
+            "the target has sliding-window or chunked attention: windows count rows, and a tree's rows are "
+            "not positions. Serve it with method dflash."
+        )
+    if model.is_multimodal_model:
+        problems.append(
+            "the target is multimodal: ddtree does not carry its three-axis positions yet. Serve it with "
+            "method dflash."
+        )
+    if model.enable_trace_replay or model.return_sampling_mask:
+        problems.append("trace replay and sampling masks read rows in chain order and can't run with ddtree.")
+    return problems
+
+
+def _has_window(model: Any) -> bool:
+    uses = getattr(model.hf_text_config, "use_sliding_window", True)
+    return bool(uses) and model.get_sliding_window() is not None
+
+
+def parallel_problems(engine_args: Any, parallel: Any) -> list[str]:
+    """Problems of the parallel layout and of features that read the KV cache before the commit."""
+    rules = (
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "trees live on the last stage only"),
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism", "tree rows are not split"),
+        (
+            parallel.prefill_context_parallel_size > 1,
+            "prefill context parallelism",
+            "tree rows are not split",
+        ),
+        (
+            getattr(parallel, "enable_batch_sharded_sampling", False),
+            "batch-sharded sampling",
+            "the tree walk needs all of a request's rows on one rank",
+        ),
+        (getattr(parallel, "use_ubatching", False), "dual batch overlap", "trees are built per whole batch"),
+        (
+            engine_args.kv_transfer_config is not None,
+            "a KV connector",
+            "it saves the cache inside the forward, before the accepted path is moved into place",
+        ),
+        (
+            getattr(engine_args, "watermark_config", None) is not None,
+            "watermarking",
+            "its contexts are rows in chain order",
+        ),
+    )
+    return [f"ddtree can't run with {name}: {why}. Switch it off." for bad, name, why in rules if bad]
+
+
+def speculative_problems(rest: dict[str, Any]) -> list[str]:
+    """Problems among vLLM's own speculative keys that name another verification rule."""
+    rules = {
+        "draft_sample_method": ("greedy", None),
+        "rejection_sample_method": ("standard", None),
+        "enable_adaptive_verification": (False, None),
+        "use_local_argmax_reduction": (False, None),
+        "disable_padded_drafter_batch": (False, None),
+    }
+    return [
+        f"{key} = {rest[key]!r} names another way to draft or verify; ddtree has its own. Leave it out."
+        for key, allowed in rules.items()
+        if key in rest and rest[key] not in allowed
+    ]
+
+
+def drafter_problems(drafter: str, revision: str | None, target: Any) -> list[str]:
+    """Problems of the drafter's config.json against the target's."""
+    from transformers import PretrainedConfig
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(drafter, revision=revision)
+    except Exception as error:
+        return [f"the drafter {drafter!r} can't be read: {type(error).__name__}: {error}"]
+    if not config:
+        return [f"the drafter {drafter!r} has no config.json; a DFlash drafter's folder or model id is needed."]
+    architectures = config.get("architectures") or []
+    if any(name in _OTHER_SPECULATORS for name in architectures):
+        return [
+            f"the drafter {drafter!r} is {architectures}, which vLLM drafts with another class; ddtree "
+            "builds trees from plain DFlash drafters (DFlashDraftModel) only."
+        ]
+    if "dflash_config" not in config or not any("DFlash" in name for name in architectures):
+        return [
+            f"the drafter {drafter!r} is not a DFlash model: architectures {architectures}, "
+            f"{'no ' if 'dflash_config' not in config else ''}dflash_config. ddtree needs independent "
+            "distributions for a whole block from one forward, which only DFlash gives."
+        ]
+    return _fit_problems(config, target.hf_text_config, drafter)
+
+
+def _fit_problems(config: dict[str, Any], text: Any, drafter: str) -> list[str]:
+    dflash = config["dflash_config"]
+    layers = dflash.get("target_layer_ids") or []
+    num_layers = text.num_hidden_layers
+    vocab = config.get("vocab_size")
+    mask = dflash.get("mask_token_id")
+    block = config.get("block_size", dflash.get("block_size"))
+    problems = []
+    if not isinstance(block, int) or block < 2:
+        problems.append(f"block_size is {block!r}; it must be at least 2, the anchor and one drafted token.")
+    if vocab != text.vocab_size:
+        problems.append(
+            f"its vocabulary has {vocab} tokens, the target's {text.vocab_size}: the drafter shares the "
+            "target's embedding and head, so they must be equal."
+        )
+    if config.get("hidden_size") != text.hidden_size:
+        problems.append(
+            f"its hidden size is {config.get('hidden_size')}, the target's {text.hidden_size}: it reads the "
+            "target's hidden states, so they must be equal."
+        )
+    if not layers or any(not 0 <= layer < num_layers for layer in layers):
+        problems.append(f"target_layer_ids {layers} don't fit the target's {num_layers} layers.")
+    expected = config.get("num_target_layers")
+    if expected is not None and expected != num_layers:
+        problems.append(f"it was trained for a target of {expected} layers, this one has {num_layers}.")
+    if not isinstance(mask, int) or not 0 <= mask < text.vocab_size:
+        problems.append(f"mask_token_id {mask!r} is not a token of the target.")
+    if dflash.get("sample_from_anchor"):
+        problems.append("sample_from_anchor is set, which is DSpark's layout, not DFlash's.")
+    return [f"the drafter {drafter!r} doesn't fit the target: {line}" for line in problems]
+
+
+def resolved_problems(vllm_config: Any, options: TreeOptions) -> list[str]:
+    """Problems that need vLLM's resolved defaults: runner version, token budget, model length."""
+    problems = []
+    width = options.num_nodes + 1
+    scheduler = vllm_config.scheduler_config
+    if not vllm_config.use_v2_model_runner:
+        problems.append(_needs_v2("vLLM chose the V1 model runner for this configuration"))
+    # One request's verification rows plus the slots vLLM sets aside for drafting them.
+    needed = width + options.num_nodes
+    if scheduler.max_num_batched_tokens < needed:
+        problems.append(
+            f"{options.num_nodes} nodes need max_num_batched_tokens >= {needed} (the tree's rows and the draft "
+            f"slots vLLM reserves), found {scheduler.max_num_batched_tokens}. Raise it or take fewer nodes."
+        )
+    if width >= vllm_config.model_config.max_model_len:
+        problems.append(
+            f"{options.num_nodes} nodes don't fit max_model_len {vllm_config.model_config.max_model_len}: a step "
+            "needs one cache slot per node. Take fewer nodes."
+        )
+    if vllm_config.cache_config.cache_dtype.endswith("per_token_head"):
+        problems.append("per-token-head KV scales can't be moved with the accepted path; use another kv dtype.")
+    return problems
+
+
+def _needs_v2(found: str) -> str:
+    return (
+        f"ddtree needs vLLM's Model Runner V2, but {found}. Set VLLM_USE_V2_MODEL_RUNNER=1 or use a "
+        "configuration that V2 supports."
+    )

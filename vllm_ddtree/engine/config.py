@@ -1,0 +1,148 @@
+"""From ``{"method": "ddtree"}`` to vLLM's own configuration objects.
+
+Owns the translation: what vLLM sees is ``method=dflash`` with as many speculative tokens as the tree
+has nodes, our worker class, our attention backend, and the options in ``additional_config``, which is
+vLLM's place for plugin data and reaches every process.
+Invariant: the user's dict is not changed, so building the config twice gives the same result.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_ddtree.drafters import find_drafter
+from vllm_ddtree.engine import checks
+from vllm_ddtree.options import METHOD, TreeOptions, split_options
+
+logger = logging.getLogger("vllm_ddtree")
+
+_CONFIG_KEY = METHOD
+_WORKERS = {
+    "cpu": "vllm_ddtree.engine.worker_cpu.TreeCPUWorker",
+    "cuda": "vllm_ddtree.engine.worker.TreeWorker",
+}
+# vLLM's own small sizes for PIECEWISE graphs; whole-batch decode graphs need n * (nodes + 1) on top.
+_PIECEWISE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_GRAPH_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
+
+
+def create_tree_config(
+    engine_args: Any,
+    target_model_config: Any,
+    target_parallel_config: Any,
+    original: Callable[..., Any],
+) -> SpeculativeConfig:
+    """Build the SpeculativeConfig of a ddtree engine and set what else must be set.
+
+    Args:
+        engine_args: vLLM's EngineArgs; worker class, attention backend, graph sizes and additional
+            config are set on it.
+        target_model_config: the target's ModelConfig.
+        target_parallel_config: the ParallelConfig; its ``worker_cls`` is set.
+        original: vLLM's unpatched ``EngineArgs.create_speculative_config``.
+
+    Raises:
+        ValueError: every problem found, in one message.
+    """
+    user_config = engine_args.speculative_config
+    try:
+        options, rest = split_options(user_config)
+    except ValueError as error:
+        raise checks.refusal([str(error)]) from None
+    problems = checks.platform_problems()
+    problems += checks.target_problems(target_model_config)
+    problems += checks.parallel_problems(engine_args, target_parallel_config)
+    problems += checks.speculative_problems(rest)
+    if not rest.get("model"):
+        row = find_drafter(target_model_config.model)
+        if row is None:
+            problems.append(checks.no_drafter(target_model_config.model))
+        else:
+            rest["model"] = row.drafter
+    if rest.get("model"):
+        problems += checks.drafter_problems(rest["model"], rest.get("revision"), target_model_config)
+    if problems:
+        raise checks.refusal(problems)
+
+    if current_platform.is_cuda():
+        # The drafter keeps vLLM's own backend; only the target's layers see a tree.
+        rest.setdefault("attention_backend", "FLASH_ATTN")
+    rest.update(method="dflash", num_speculative_tokens=options.num_nodes)
+    engine_args.speculative_config = rest
+    try:
+        config = original(engine_args, target_model_config, target_parallel_config)
+    finally:
+        engine_args.speculative_config = user_config
+    horizon = drafter_horizon(config)
+    options = options.model_copy(update={"max_depth": min(options.max_depth or horizon, horizon)})
+
+    _set_worker(engine_args, target_parallel_config)
+    engine_args.additional_config = {
+        **(engine_args.additional_config or {}),
+        _CONFIG_KEY: options.model_dump(),
+    }
+    if current_platform.is_cuda():
+        engine_args.attention_config = copy.copy(engine_args.attention_config)
+        engine_args.attention_config.backend = AttentionBackendEnum.CUSTOM
+        _set_graph_sizes(engine_args, options.num_nodes)
+    return config
+
+
+def tree_options(vllm_config: VllmConfig) -> TreeOptions | None:
+    """Return the options stored in a VllmConfig, or None for an engine without ddtree."""
+    stored = (vllm_config.additional_config or {}).get(_CONFIG_KEY)
+    return None if stored is None else TreeOptions(**stored)
+
+
+def drafter_horizon(config: SpeculativeConfig) -> int:
+    """Tokens that one drafter forward predicts: block size less the anchor (Chen et al., 2602.06036)."""
+    return int(config.draft_model_config.hf_config.block_size) - 1
+
+
+def check_engine_config(vllm_config: VllmConfig) -> None:
+    """Check what is only known after vLLM has resolved every default; log the start-up block."""
+    options = tree_options(vllm_config)
+    assert options is not None
+    problems = checks.resolved_problems(vllm_config, options)
+    if problems:
+        raise checks.refusal(problems)
+    config = vllm_config.speculative_config
+    logger.info(
+        "ddtree: drafter %s, horizon %d, %d nodes per request, depth <= %d; up to %d requests in a step. "
+        "Read the accepted length, not the acceptance rate: most nodes are alternatives.",
+        config.draft_model_config.model,
+        drafter_horizon(config),
+        options.num_nodes,
+        options.max_depth,
+        min(
+            vllm_config.scheduler_config.max_num_seqs,
+            vllm_config.scheduler_config.max_num_batched_tokens // (options.num_nodes + 1),
+        ),
+    )
+
+
+def _set_worker(engine_args: Any, parallel_config: Any) -> None:
+    ours = _WORKERS["cpu" if current_platform.is_cpu() else "cuda"]
+    if parallel_config.worker_cls not in ("auto", ours):
+        raise checks.refusal([checks.foreign_worker(parallel_config.worker_cls)])
+    parallel_config.worker_cls = ours
+
+
+def _set_graph_sizes(engine_args: Any, num_nodes: int) -> None:
+    """Cover whole batches of width nodes + 1 with FULL graphs, unless the user chose sizes."""
+    compilation = copy.deepcopy(engine_args.compilation_config)
+    chosen = compilation.cudagraph_capture_sizes or engine_args.cudagraph_capture_sizes
+    if chosen is not None:
+        return
+    width = num_nodes + 1
+    seqs = engine_args.max_num_seqs or _GRAPH_BATCHES[-1]
+    whole = [n * width for n in _GRAPH_BATCHES if n <= seqs]
+    compilation.cudagraph_capture_sizes = sorted({*_PIECEWISE_SIZES, *whole})
+    engine_args.compilation_config = compilation

@@ -1,0 +1,126 @@
+"""Every place where vLLM is patched, as data: one row per target, probed before use.
+
+Owns installing the rows. A row whose target is missing or has another signature is not patched; the
+complaint is kept and raised only if an engine asks for ddtree.
+Invariant: engines that don't ask for ddtree run vLLM's own code, reached through one ``if``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from vllm_ddtree.options import METHOD
+from vllm_ddtree.status import version_problem
+
+_INSTALLED = "_ddtree_installed"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One patched method: where it is, the parameters we rely on, and what wraps it."""
+
+    module: str
+    owner: str
+    method: str
+    parameters: tuple[str, ...]
+    why: str
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _wrap_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create_speculative_config(
+        self: Any, target_model_config: Any, target_parallel_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not asks_for_ddtree(self):
+            return original(self, target_model_config, target_parallel_config, *args, **kwargs)
+        raise_problems()
+        from vllm_ddtree.engine.config import create_tree_config
+
+        return create_tree_config(self, target_model_config, target_parallel_config, original)
+
+    return create_speculative_config
+
+
+def _wrap_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not asks_for_ddtree(self):
+            return original(self, *args, **kwargs)
+        from vllm_ddtree.engine.config import check_engine_config
+
+        raise_problems()
+        vllm_config = original(self, *args, **kwargs)
+        check_engine_config(vllm_config)
+        return vllm_config
+
+    return create_engine_config
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        "create_speculative_config",
+        ("self", "target_model_config", "target_parallel_config"),
+        "turns method=ddtree into a dflash config plus our worker class and attention backend",
+        _wrap_speculative_config,
+    ),
+    Hook(
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        "create_engine_config",
+        ("self",),
+        "checks what is only known once every default is resolved (token budget, runner version)",
+        _wrap_engine_config,
+    ),
+)
+
+_problems: list[str] = []
+
+
+def asks_for_ddtree(engine_args: Any) -> bool:
+    """Return whether this engine's speculative config names our method."""
+    config = engine_args.speculative_config
+    return isinstance(config, dict) and config.get("method") == METHOD
+
+
+def install() -> None:
+    """Patch every row of the table once per process; keep complaints for :func:`raise_problems`."""
+    problem = version_problem()
+    if problem:
+        _problems[:] = [problem]
+    for hook in HOOKS:
+        owner = getattr(import_module(hook.module), hook.owner, None)
+        original = getattr(owner, hook.method, None)
+        if getattr(original, _INSTALLED, False):
+            continue
+        complaint = _probe(hook, original)
+        if complaint:
+            _problems.append(complaint)
+            continue
+        assert original is not None
+        wrapped = hook.wrap(original)
+        setattr(wrapped, _INSTALLED, True)
+        setattr(owner, hook.method, wrapped)
+
+
+def raise_problems() -> None:
+    """Raise ValueError with every complaint of :func:`install`, if there is one."""
+    if _problems:
+        raise ValueError("ddtree can't run on this vLLM:\n- " + "\n- ".join(_problems))
+
+
+def _probe(hook: Hook, original: Any) -> str | None:
+    where = f"{hook.module}.{hook.owner}.{hook.method}"
+    if original is None:
+        return f"{where} does not exist here, and ddtree needs it ({hook.why})."
+    found = tuple(inspect.signature(original).parameters)
+    if found[: len(hook.parameters)] != hook.parameters:
+        return f"{where} takes {found}, ddtree expects {hook.parameters} ({hook.why})."
+    return None

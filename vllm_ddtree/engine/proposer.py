@@ -1,0 +1,94 @@
+"""Draft and build: one DFlash forward over the block, then a best-first tree from its distributions.
+
+Owns the drafter at its own horizon L (block size - 1), however many nodes the tree has, and writing
+trees into the store. It must not know how a tree is verified. Invariant: tensors keep their shapes and
+addresses and nothing synchronises, so drafting and building run inside the drafter's CUDA graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+from vllm_ddtree import ops
+from vllm_ddtree.engine.config import drafter_horizon
+from vllm_ddtree.engine.state import TreeStore
+from vllm_ddtree.options import TreeOptions
+
+
+class TreeSpeculator(DFlashSpeculator):
+    """vLLM's DFlash speculator with a tree builder behind its logits."""
+
+    _speculator_name = "DDTree"
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, options: TreeOptions) -> None:
+        # vLLM 0.33 sizes a staging buffer in __init__ through _num_graph_context_tokens.
+        self.num_nodes = options.num_nodes
+        config = _at_horizon(vllm_config)
+        super().__init__(config, device)
+        self.horizon = self.num_speculative_steps
+        self.max_depth = min(options.max_depth or self.horizon, self.horizon)
+        self.top_k = min(options.top_k or options.num_nodes, options.num_nodes, self.vocab_size)
+        self.store = TreeStore(self.max_num_reqs, options.num_nodes, device)
+        self._batch = TreeStore(self.max_num_reqs, options.num_nodes, device)
+        self._retrieve_index = torch.zeros_like(self._batch.tokens)
+        self._budgets = torch.full((self.max_num_reqs,), options.num_nodes, dtype=torch.int32, device=device)
+
+    def _num_graph_context_tokens(self, num_reqs: int) -> int:
+        # A full verification leaves nodes + 1 rows per request, not horizon + 1.
+        return min(num_reqs * (self.num_nodes + 1), self.max_num_tokens)
+
+    def _generate_draft(
+        self,
+        num_reqs: int,
+        num_tokens_padded: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    ) -> None:
+        hidden = self._run_model(
+            num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode
+        )
+        num_sample = num_reqs * self.horizon
+        logits = self.model.compute_logits(hidden[self.sample_indices[:num_sample]])
+        self._build(num_reqs, logits.view(num_reqs, self.horizon, -1))
+
+    def _build(self, num_reqs: int, logits: torch.Tensor) -> None:
+        """Turn drafter logits [n, L, V] into trees, keyed by request state."""
+        store, batch = self.store, self._batch
+        rows = self.sample_idx_mapping[: num_reqs * self.horizon : self.horizon]
+        rows = torch.where(rows < 0, store.max_num_reqs, rows)
+        logits = logits[:, : self.max_depth]
+        top, tokens = logits.topk(self.top_k, dim=-1)
+        top = top.float() - torch.logsumexp(logits.float(), dim=-1, keepdim=True)
+        # A request that needs a chain keeps only the drafter's first choice at every depth.
+        top[..., 1:].masked_fill_(store.is_chain[rows][:, None, None], float("-inf"))
+        fresh = (batch.tokens, batch.parents, batch.depths, batch.node_logws)
+        ops.build(top, tokens, self._budgets[:num_reqs], *(t[:num_reqs] for t in fresh), batch.num_nodes[:num_reqs])
+        parents, count = batch.parents[:num_reqs], batch.num_nodes[:num_reqs]
+        pointers = (batch.next_token[:num_reqs], batch.next_sibling[:num_reqs])
+        ops.retrieve(parents, count, self._retrieve_index[:num_reqs], *pointers)
+        ops.ancestor_mask(parents, count, batch.mask[:num_reqs])
+        for name in ("tokens", "parents", "depths", "node_logws", "num_nodes", "next_token", "next_sibling", "mask"):
+            getattr(store, name).index_copy_(0, rows, getattr(batch, name)[:num_reqs])
+
+    def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Draft for the batch; returns the nodes in pop order, [num_reqs, nodes] int64."""
+        num_reqs = super().propose(*args, **kwargs).shape[0]
+        return self._batch.tokens[:num_reqs, 1:]
+
+
+def _at_horizon(vllm_config: VllmConfig) -> VllmConfig:
+    """A shallow copy of the config in which the drafter predicts its own horizon, not the node count."""
+    config = copy.copy(vllm_config)
+    spec = copy.copy(vllm_config.speculative_config)
+    spec.num_speculative_tokens = drafter_horizon(spec)
+    spec.num_speculative_tokens_per_batch_size = None
+    config.speculative_config = spec
+    return config

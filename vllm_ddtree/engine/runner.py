@@ -1,0 +1,120 @@
+"""The model runner of a ddtree engine: vLLM's Model Runner V2 with four phases of a step extended.
+
+``prepare_attn`` gives rows their tree positions, ``sample`` verifies and commits, ``add_requests``
+decides who gets a chain, ``load_model`` puts proposer and scorer in place. Everything before and after
+sees an ordinary linear acceptance. Invariant: when ``sample`` returns, KV rows, hidden rows and
+positions of every request are what a chain that accepted the same tokens would have left.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
+
+from vllm_ddtree.engine import commit
+from vllm_ddtree.engine.chain import chain_reason
+from vllm_ddtree.engine.config import tree_options
+from vllm_ddtree.engine.proposer import TreeSpeculator
+from vllm_ddtree.engine.scorer import TreeScorer
+from vllm_ddtree.engine.state import TreeStep, TreeStore, set_tree_state
+
+logger = logging.getLogger("vllm_ddtree")
+
+
+class TreeRunnerMixin:
+    """Goes before vLLM's GPUModelRunner (or its CPU subclass) in the bases."""
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        options = tree_options(vllm_config)
+        if options is None:
+            raise ValueError("TreeWorker was started without ddtree options; use method=ddtree instead.")
+        self.speculator = TreeSpeculator(vllm_config, device, options)
+        self.tree_store: TreeStore = self.speculator.store
+        self.tree_step = TreeStep(self.max_num_reqs, options.num_nodes, device)
+        self.draft_tokens_handler = TreeDraftTokensHandler(device, self.tree_store)
+        self._linear_positions = torch.zeros_like(self.input_buffers.positions)
+        self._slot_mappings: torch.Tensor | None = None
+        self._aux_hidden_states: list[torch.Tensor] = []
+        self._cache_mover: commit.CacheMover | None = None
+        set_tree_state(self.tree_step)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load target and drafter, then put the tree scorer in the rejection sampler's place."""
+        super().load_model(*args, **kwargs)
+        self.rejection_sampler = TreeScorer(
+            self.sampler,
+            self.speculative_config,
+            self.device,
+            self.tree_store,
+            self.speculator.max_depth,
+        )
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        """Take new requests in; those with path-dependent sampling parameters are drafted as chains."""
+        super().add_requests(scheduler_output)
+        for request in scheduler_output.scheduled_new_reqs:
+            reason = chain_reason(request.sampling_params, bool(self.model_config.logits_processors))
+            self.tree_store.is_chain[self.req_states.req_id_to_index[request.req_id]] = reason is not None
+            if reason is not None:
+                logger.info_once("ddtree: requests with %s are verified as a chain.", reason)
+
+    def prepare_attn(self, input_batch: InputBatch) -> Any:
+        """Compute slots from linear positions, then give verification rows their tree positions."""
+        set_tree_state(self.tree_step)
+        block_tables, slot_mappings = super().prepare_attn(input_batch)
+        self._slot_mappings = slot_mappings
+        self.tree_step.num_tree_reqs = 0
+        if input_batch.num_draft_tokens > 0:
+            commit.begin_step(
+                self.tree_store,
+                self.tree_step,
+                input_batch,
+                self.req_states.num_computed_tokens.gpu,
+                self._linear_positions,
+            )
+        return block_tables, slot_mappings
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Keep the drafter's inputs in sight of :meth:`sample`, then sample, commit and draft."""
+        state = self.execute_model_state
+        self._aux_hidden_states = [] if state is None else state.aux_hidden_states or []
+        return super().sample_tokens(grammar_output)
+
+    def sample(self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: Any) -> Any:
+        """Verify the batch and commit what was accepted."""
+        output = super().sample(hidden_states, input_batch, grammar_output)
+        if input_batch.num_draft_tokens > 0:
+            accepted = self.rejection_sampler.accepted
+            width = self.tree_step.q_len
+            commit.restore_positions(input_batch, self._linear_positions)
+            commit.select_hidden_rows(self._aux_hidden_states, accepted, input_batch.query_start_loc, width)
+            if self._cache_mover is None:
+                self._cache_mover = commit.CacheMover(self)
+            self._cache_mover.move(accepted, input_batch.query_start_loc, self._slot_mappings)
+        self._aux_hidden_states = []
+        return output
+
+
+class TreeDraftTokensHandler(DraftTokensHandler):
+    """Sends drafts to the scheduler for grammar checks, unused nodes as -1.
+
+    On the device an unused node is token 0, since async scheduling embeds what lies there; only the host
+    copy may say -1, which vLLM reads as "no draft".
+    """
+
+    def __init__(self, device: torch.device, store: TreeStore) -> None:
+        super().__init__(device)
+        self._store = store
+
+    def set_draft_tokens(self, input_batch: InputBatch, draft_tokens: torch.Tensor) -> None:
+        """Queue the copy of [num_reqs, nodes] draft tokens for a batch."""
+        if input_batch.has_structured_output_reqs:
+            count = self._store.num_nodes[input_batch.idx_mapping].long()
+            node = torch.arange(draft_tokens.shape[1], device=draft_tokens.device)
+            draft_tokens = torch.where(node < count[:, None], draft_tokens, -1)
+        super().set_draft_tokens(input_batch, draft_tokens)

@@ -1,0 +1,84 @@
+"""The user's options: flat keys inside vLLM's ``--speculative-config``.
+
+Owns the names, defaults, ranges and error texts of every key that ddtree reads. It must not know
+vLLM: the engine folder passes a plain dict in and gets a validated object out.
+Invariant: an unknown ``ddtree_*`` key is an error that names the nearest valid key, never ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+METHOD = "ddtree"
+PREFIX = "ddtree_"
+# Ringel & Romano (arXiv 2604.12989), table of budgets: 64 nodes hold 93% of the speed-up of the best
+# budget at batch 1, and JetSpec's table (arXiv 2606.18394) has it fastest at 8 requests.
+DEFAULT_NODES = 64
+# The attention kernels hold one bit row per node; 512 is the largest width they are tested at.
+MAX_NODES = 512
+
+
+class TreeOptions(BaseModel):
+    """Validated options of one engine.
+
+    Attributes:
+        num_nodes: nodes of the draft tree, root not counted (``num_speculative_tokens``), 1..512.
+        max_depth: deepest node allowed; ``None`` means the drafter's horizon (block size - 1).
+        attention_backend: tree attention on the GPU, ``auto`` picks the measured default.
+        top_k: candidates kept per depth; ``None`` means min(num_nodes, vocabulary), which is exact.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_nodes: int = Field(DEFAULT_NODES, gt=0, le=MAX_NODES)
+    max_depth: int | None = Field(None, gt=0)
+    attention_backend: Literal["auto", "flash", "fused"] = "auto"
+    top_k: int | None = Field(None, gt=0)
+
+
+# key in the speculative config -> field of TreeOptions
+KEYS: dict[str, str] = {
+    "num_speculative_tokens": "num_nodes",
+    "ddtree_max_depth": "max_depth",
+    "ddtree_attention_backend": "attention_backend",
+    "ddtree_top_k": "top_k",
+}
+
+
+def split_options(speculative_config: dict[str, Any]) -> tuple[TreeOptions, dict[str, Any]]:
+    """Separate ddtree's keys from vLLM's.
+
+    Args:
+        speculative_config: the dict given to ``--speculative-config``; ``-`` in keys reads as ``_``.
+
+    Returns:
+        The validated options and the remaining keys (``model`` among them) for vLLM's own config.
+
+    Raises:
+        ValueError: unknown ``ddtree_*`` key or a value out of range; the text names the key, what was
+            found, what is required and, for a misspelt key, the nearest valid one.
+    """
+    rest = {key.replace("-", "_"): value for key, value in speculative_config.items()}
+    unknown = [key for key in rest if key.startswith(PREFIX) and key not in KEYS]
+    if unknown:
+        raise ValueError("; ".join(_unknown_key(key) for key in unknown))
+    fields = {field: rest.pop(key) for key, field in KEYS.items() if key in rest}
+    rest.pop("method", None)
+    try:
+        return TreeOptions(**{k: v for k, v in fields.items() if v is not None}), rest
+    except ValidationError as error:
+        names = {field: key for key, field in KEYS.items()}
+        lines = [
+            f"{names[str(item['loc'][0])]} = {item['input']!r}: {item['msg']}" for item in error.errors()
+        ]
+        raise ValueError("; ".join(lines)) from None
+
+
+def _unknown_key(key: str) -> str:
+    valid = [name for name in KEYS if name.startswith(PREFIX)]
+    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.0)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"unknown key {key!r} in the speculative config.{hint} Valid keys: {', '.join(valid)}."
