@@ -1,5 +1,5 @@
-// The schemas of the `ddtree` ops and the module entry point. Every op writes into given tensors: fixed shapes, no
-// allocation, no wait for the device, so each can be captured into a CUDA graph.
+// The schemas of the `ddtree` ops and the module entry point. Every op writes into given tensors: fixed
+// shapes, no allocation, no wait for the device, so each can be captured into a CUDA graph.
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
 
@@ -13,7 +13,8 @@ STABLE_TORCH_LIBRARY(ddtree, m) {
   m.def("ancestor_mask(Tensor parents, Tensor num_nodes, Tensor(a!) mask) -> ()");
   m.def(
       "walk(Tensor candidates, Tensor retrieve_next_token, Tensor retrieve_next_sibling, Tensor num_nodes, "
-      "Tensor target_tokens, Tensor(a!) predict, Tensor(b!) accept_index, Tensor(c!) accept_token_num) -> ()");
+      "Tensor target_tokens, Tensor(a!) predict, Tensor(b!) accept_index, Tensor(c!) accept_token_num) -> "
+      "()");
   m.def(
       "walk_coins(Tensor candidates, Tensor retrieve_next_token, Tensor retrieve_next_sibling, "
       "Tensor num_nodes, Tensor target_probs, Tensor coins, Tensor final_coins, Tensor(a!) predict, "
@@ -24,9 +25,10 @@ STABLE_TORCH_LIBRARY(ddtree, m) {
   m.def("move_rows(Tensor(a!)[] views, Tensor table, Tensor src, Tensor dst) -> ()");
 }
 
-// torch.ops.load_library needs no Python module, but a wheel checker expects an abi3 module to have its entry.
+// torch.ops.load_library needs no Python module, but a wheel checker expects an abi3 module to have its
+// entry.
 PyMODINIT_FUNC PyInit__C(void) {
-  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr,
-                                   nullptr,               nullptr, nullptr, nullptr};
+  static PyModuleDef definition = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&definition);
 }

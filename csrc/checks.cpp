@@ -25,23 +25,25 @@ void expect(const char* op, const char* name, const Tensor& tensor, ScalarType d
   for (size_t i = 0; good && i < shape.size(); ++i) good = tensor.size(i) == shape.begin()[i];
   if (good && tensor.is_contiguous()) return;
   auto sizes = tensor.sizes();
-  STD_TORCH_CHECK(false, "ddtree::", op, " needs `", name, "` as a contiguous ", toString(dtype),
-                  " tensor of shape ", shape_text(shape.begin(), shape.size()),
-                  " on the device of its first argument; found ", toString(tensor.scalar_type()), " of shape ",
-                  shape_text(sizes.data(), sizes.size()),
-                  tensor.is_contiguous() ? ", contiguous" : ", not contiguous",
-                  same_device(tensor, like) ? "" : ", on another device",
-                  ". The kernels read raw memory and convert nothing: allocate it with that dtype and shape.");
+  STD_TORCH_CHECK(
+      false, "ddtree::", op, " needs `", name, "` as a contiguous ", toString(dtype), " tensor of shape ",
+      shape_text(shape.begin(), shape.size()), " on the device of its first argument; found ",
+      toString(tensor.scalar_type()), " of shape ", shape_text(sizes.data(), sizes.size()),
+      tensor.is_contiguous() ? ", contiguous" : ", not contiguous",
+      same_device(tensor, like) ? "" : ", on another device",
+      ". The kernels read raw memory and convert nothing: allocate it with that dtype and shape.");
 }
 
 void expect_rank(const char* op, const char* name, const Tensor& tensor, int64_t rank) {
   STD_TORCH_CHECK(tensor.dim() == rank, "ddtree::", op, " needs `", name, "` with ", rank,
-                  " dimensions; found ", tensor.dim(), ". See the docstring in vllm_ddtree/ops.py for its shape.");
+                  " dimensions; found ", tensor.dim(),
+                  ". See the docstring in vllm_ddtree/ops.py for its shape.");
 }
 
 void expect_root(const char* op, const char* name, int64_t q_len) {
-  STD_TORCH_CHECK(q_len >= 1, "ddtree::", op, " needs `", name,
-                  "` at least 1 wide, since slot 0 is the root; found width 0. Allocate max_nodes + 1 slots.");
+  STD_TORCH_CHECK(
+      q_len >= 1, "ddtree::", op, " needs `", name,
+      "` at least 1 wide, since slot 0 is the root; found width 0. Allocate max_nodes + 1 slots.");
 }
 
 }  // namespace

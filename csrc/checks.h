@@ -1,5 +1,5 @@
-// What every op demands of its tensors, once for the CPU and the CUDA side. The kernels read raw memory, so nothing
-// reaches them unchecked; contents are checked elsewhere (CPU) or made harmless (CUDA).
+// What every op demands of its tensors, once for the CPU and the CUDA side. The kernels read raw memory, so
+// nothing reaches them unchecked; contents are checked elsewhere (CPU) or made harmless (CUDA).
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

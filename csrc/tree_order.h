@@ -1,5 +1,5 @@
-// The order of draft-tree nodes of equal score, shared by the CPU and the CUDA builder so that they cannot differ.
-// Knows neither torch nor CUDA types.
+// The order of draft-tree nodes of equal score, shared by the CPU and the CUDA builder so that they cannot
+// differ. Knows neither torch nor CUDA types.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,9 @@
 
 namespace ddtree {
 
-// Whether the rank tuple of candidate a (child number rank_a of node parent_a) comes before that of candidate b.
-// Two candidates are never nodes yet, so neither tuple is a prefix of the other and the tuples first differ below
-// the lowest common ancestor.
+// Whether the rank tuple of candidate a (child number rank_a of node parent_a) comes before that of candidate
+// b. Two candidates are never nodes yet, so neither tuple is a prefix of the other and the tuples first
+// differ below the lowest common ancestor.
 DDTREE_HD inline bool comes_before(int32_t parent_a, int32_t rank_a, int32_t parent_b, int32_t rank_b,
                                    const int32_t* parents, const int32_t* ranks, const int32_t* depths) {
   int32_t depth_a = depths[parent_a];

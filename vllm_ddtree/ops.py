@@ -1,9 +1,10 @@
 """The tree operations the engine calls: compiled kernels where loaded, else the reference.
 
 Owns loading `_C.abi3.so`, its fakes, and the choice per call by device. Must not know vLLM.
-Invariant: a call gives the same integers whichever side runs it; all outputs are written in place. Shapes are in
-`reference.py`, whose functions of the same names define the results. Compiled calls allocate nothing and never wait
-for the device, so they may be captured into a CUDA graph (call once eagerly first: kernels load on first use).
+Invariant: a call gives the same integers whichever side runs it; all outputs are written in place. Shapes
+are in `reference.py`, whose functions of the same names define the results. Compiled calls allocate nothing
+and never wait for the device, so they may be captured into a CUDA graph (call once eagerly first: kernels
+load on first use).
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ def _load(library: Path) -> str | None:
         if not library.exists():
             return f"{library.name} was not built; reinstall with a C++ compiler (and nvcc for CUDA) on PATH"
         try:
-            torch.ops.load_library(str(library))
+            torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
         except (OSError, RuntimeError) as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            return f"{library.name} does not load beside torch {torch.__version__} ({first}); needs torch >= 2.10"
+            version = torch.__version__
+            return f"{library.name} does not load beside torch {version} ({first}); needs torch >= 2.10"
     missing = [name for name in OPS if not hasattr(torch.ops.ddtree, name)]
     if missing:
         return f"{library.name} lacks {', '.join(missing)}; it is from another version, reinstall vllm-ddtree"
@@ -59,7 +61,8 @@ def _default_device() -> str:
 
 
 def has_kernels(device: str | None = None) -> bool:
-    """Whether compiled kernels serve "cpu" or "cuda" tensors (default: cuda where there is a GPU, else cpu)."""
+    """Whether compiled kernels serve "cpu" or "cuda" tensors (default: cuda where there is a GPU, else
+    cpu)."""
     return _DEVICES.get(device or _default_device(), False)
 
 
@@ -86,8 +89,8 @@ def _fill(outputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
     for output, result in zip(outputs, results, strict=True):
         if output.dtype != result.dtype or output.shape != result.shape:
             raise RuntimeError(
-                f"a ddtree output must be {result.dtype} of shape {list(result.shape)}; found {output.dtype} of "
-                f"shape {list(output.shape)}; allocate it as the docstring says, nothing is converted"
+                f"a ddtree output must be {result.dtype} of shape {list(result.shape)}; found {output.dtype} "
+                f"of shape {list(output.shape)}; nothing is converted, allocate it as the docstring says"
             )
         output.copy_(result)
 
@@ -107,9 +110,7 @@ def build(
     On CUDA, Q - 1 <= 1024.
     """
     if _compiled(top_logps):
-        torch.ops.ddtree.build(
-            top_logps, top_tokens, budgets, tokens, parents, depths, node_logws, num_nodes
-        )
+        torch.ops.ddtree.build(top_logps, top_tokens, budgets, tokens, parents, depths, node_logws, num_nodes)
         return
     results = reference.build(top_logps, top_tokens, budgets, tokens.shape[1] - 1)
     _fill((tokens, parents, depths, node_logws, num_nodes), results)
@@ -122,7 +123,8 @@ def retrieve(
     retrieve_next_token: Tensor,
     retrieve_next_sibling: Tensor,
 ) -> None:
-    """`reference.retrieve` into retrieve_index int64, retrieve_next_token and retrieve_next_sibling int32, [n, Q]."""
+    """`reference.retrieve` into retrieve_index int64, retrieve_next_token and retrieve_next_sibling int32,
+    [n, Q]."""
     if _compiled(parents):
         torch.ops.ddtree.retrieve(
             parents, num_nodes, retrieve_index, retrieve_next_token, retrieve_next_sibling
@@ -150,7 +152,8 @@ def walk(
     accept_index: Tensor,
     accept_token_num: Tensor,
 ) -> None:
-    """`reference.walk` into predict int64 [n * Q], accept_index int64 [n, depth_limit + 1], accept_token_num int32 [n]."""
+    """`reference.walk` into predict int64 [n * Q], accept_index int64 [n, depth_limit + 1], accept_token_num
+    int32 [n]."""
     tree = (candidates, retrieve_next_token, retrieve_next_sibling, num_nodes)
     if _compiled(candidates):
         torch.ops.ddtree.walk(*tree, target_tokens, predict, accept_index, accept_token_num)
@@ -185,7 +188,8 @@ def walk_coins(
 def plan_moves(
     accept_index: Tensor, query_start: Tensor, Q: int, slot_mapping: Tensor, src: Tensor, dst: Tensor
 ) -> None:
-    """`reference.plan_moves` into src, dst int64 [n, D]. slot_mapping = arange(T) plans moves of hidden-state rows."""
+    """`reference.plan_moves` into src, dst int64 [n, D]. slot_mapping = arange(T) plans moves of
+    hidden-state rows."""
     if _compiled(accept_index):
         torch.ops.ddtree.plan_moves(accept_index, query_start, Q, slot_mapping, src, dst)
         return
@@ -193,19 +197,20 @@ def plan_moves(
 
 
 def make_move_table(views: Sequence[Tensor]) -> Tensor:
-    """The device-resident table move_rows reads: int64 [C, 8] on the device of the views. Make it once per cache.
+    """The device-resident table move_rows reads: int64 [C, 8] on the device of the views. Make it once per
+    cache.
 
-    views: 4-D [num_blocks, block_size, H, E], any strides with the last dimension contiguous, any dtype, one device.
-    Columns: address, num_blocks, block_size, then block, slot and head strides in bytes, H, bytes per head (E).
-    The table holds addresses: it is valid as long as the storage of the views is.
+    views: 4-D [num_blocks, block_size, H, E], any strides with the last dimension contiguous, any dtype, one
+    device. Columns: address, num_blocks, block_size, then block, slot and head strides in bytes, H, bytes
+    per head (E). The table holds addresses: it is valid as long as the storage of the views is.
     """
     rows = []
     for i, view in enumerate(views):
         if view.dim() != 4 or (view.shape[3] > 1 and view.stride(3) != 1):
             raise ValueError(
-                f"make_move_table needs 4-D views [num_blocks, block_size, H, E] with the last dimension contiguous; "
-                f"view {i} has shape {list(view.shape)} and strides {list(view.stride())}; rows are copied as bytes, "
-                "so slice or permute the cache first"
+                "make_move_table needs 4-D views [num_blocks, block_size, H, E] with the last dimension "
+                f"contiguous; view {i} has shape {list(view.shape)} and strides {list(view.stride())}; "
+                "rows are copied as bytes, so slice or permute the cache first"
             )
         if view.device != views[0].device:
             raise ValueError(
@@ -218,17 +223,15 @@ def make_move_table(views: Sequence[Tensor]) -> Tensor:
             [view.data_ptr(), view.shape[0], view.shape[1], *strides, view.shape[2], view.shape[3] * size]
         )
     if not rows:
-        raise ValueError(
-            "make_move_table needs at least one view, found none; register the KV caches first"
-        )
+        raise ValueError("make_move_table needs at least one view, found none; register the KV caches first")
     return torch.tensor(rows, dtype=torch.int64, device=views[0].device)
 
 
 def move_rows(views: Sequence[Tensor], table: Tensor, src: Tensor, dst: Tensor) -> None:
     """`reference.apply_moves`: row src[r, d] -> row dst[r, d] in every view, d in order, in one launch.
 
-    table: make_move_table(views); src, dst int64 [n, D] on the device of the views, -1 = skip. Rows of different
-    requests must be disjoint. On CUDA, rows outside a view are skipped.
+    table: make_move_table(views); src, dst int64 [n, D] on the device of the views, -1 = skip. Rows of
+    different requests must be disjoint. On CUDA, rows outside a view are skipped.
     """
     if _compiled(src):
         torch.ops.ddtree.move_rows(list(views), table, src, dst)

@@ -28,6 +28,8 @@ class TreeOptions(BaseModel):
         num_nodes: nodes of the draft tree, root not counted (``num_speculative_tokens``), 1..512.
         max_depth: deepest node allowed; ``None`` means the drafter's horizon (block size - 1).
         attention_backend: tree attention on the GPU, ``auto`` picks the measured default.
+        synthetic_acceptance_length: benchmark only: impose this mean accepted length (bonus counted)
+            instead of walking; the text is then meaningless.
         top_k: candidates kept per depth; ``None`` means min(num_nodes, vocabulary), which is exact.
     """
 
@@ -37,6 +39,7 @@ class TreeOptions(BaseModel):
     max_depth: int | None = Field(None, gt=0)
     attention_backend: Literal["auto", "flash", "fused"] = "auto"
     top_k: int | None = Field(None, gt=0)
+    synthetic_acceptance_length: float | None = Field(None, ge=1.0)
 
 
 # key in the speculative config -> field of TreeOptions
@@ -45,6 +48,7 @@ KEYS: dict[str, str] = {
     "ddtree_max_depth": "max_depth",
     "ddtree_attention_backend": "attention_backend",
     "ddtree_top_k": "top_k",
+    "ddtree_synthetic_acceptance_length": "synthetic_acceptance_length",
 }
 
 

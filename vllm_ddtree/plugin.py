@@ -12,10 +12,14 @@ logger = logging.getLogger("vllm_ddtree")
 
 
 def register() -> None:
-    """Teach vLLM's argument parser about ``method: ddtree``. Safe to call any number of times."""
+    """Teach vLLM's argument parser about ``method: ddtree``. Safe to call any number of times.
+
+    On a CPU where the user switched the interpreter mode on, also install its stand-ins.
+    """
     try:
-        from vllm_ddtree.engine import hooks
+        from vllm_ddtree.engine import cpu_mode, hooks
 
         hooks.install()
+        cpu_mode.install_torch_kernels()
     except Exception as error:
         logger.warning("vllm-ddtree could not be registered and is not available: %r", error)

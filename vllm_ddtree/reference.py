@@ -1,12 +1,13 @@
 """The definition of every tree operation, in plain Python and torch.
 
 Owns the meaning of build, retrieve, ancestor_mask, walk, walk_coins, plan_moves and move_rows; each compiled
-kernel is tested against this file. Must not know vLLM, CUDA or the extension. Reading a tensor may wait for its
-device: this is the slow, clear path.
+kernel is tested against this file. Must not know vLLM, CUDA or the extension. Reading a tensor may wait for
+its device: this is the slow, clear path.
 Invariant: inputs are never written to (but for `apply_moves`), and nodes stay in pop order everywhere.
 
-Shapes: n requests, N nodes at most per request (root not counted), Q = N + 1 slots (slot 0 = root), L draft depths,
-K candidates per depth, V vocabulary, D = accept_index.shape[1] - 1 accepted drafts at most, W = ceil(Q / 32).
+Shapes: n requests, N nodes at most per request (root not counted), Q = N + 1 slots (slot 0 = root), L draft
+depths, K candidates per depth, V vocabulary, D = accept_index.shape[1] - 1 accepted drafts at most, W =
+ceil(Q / 32).
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ def build(
 
     top_logps float32 [n, L, K], descending in K, -inf or NaN = absent; top_tokens int64 [n, L, K];
     budgets int32 [n], clamped to [0, max_nodes].
-    Returns tokens int64, parents int32, depths int32, node_logws float32, all [n, Q], and num_nodes int32 [n].
-    The score of a node is the float32 sum of its path in path order. Slot 0 of tokens is left 0 for the anchor.
+    Returns tokens int64, parents int32, depths int32, node_logws float32, all [n, Q], and num_nodes int32
+    [n]. The score of a node is the float32 sum of its path in path order. Slot 0 of tokens is left 0 for the
+    anchor.
     """
     n, q_len = top_logps.shape[0], max_nodes + 1
     device = top_logps.device
@@ -68,7 +70,7 @@ def build(
     all_logps, all_tokens = top_logps.tolist(), top_tokens.tolist()
     for r, budget in enumerate(budgets.tolist()):
         popped = _best_first(all_logps[r], min(max(budget, 0), max_nodes))
-        index = {(): 0}
+        index: dict[tuple[int, ...], int] = {(): 0}
         for i, (score, ranks) in enumerate(popped, start=1):
             index[ranks] = i
             tokens[r, i] = all_tokens[r][len(ranks) - 1][ranks[-1]]
@@ -86,7 +88,8 @@ def build(
 
 
 def expected_accepted(node_logws: Tensor) -> Tensor:
-    """Expected accepted drafts if the target agreed with the drafter: float32 [n], sum of exp over non-root nodes."""
+    """Expected accepted drafts if the target agreed with the drafter: float32 [n], sum of exp over non-root
+    nodes."""
     return node_logws[:, 1:].exp().sum(dim=1)
 
 
@@ -98,17 +101,17 @@ def max_depth(depths: Tensor) -> Tensor:
 def _trees(parents: Tensor, num_nodes: Tensor) -> list[list[int]]:
     """Parent lists cut to the real nodes, checked: 0 <= parent < node."""
     rows = []
-    for r, (row, count) in enumerate(zip(parents.tolist(), num_nodes.tolist())):
+    for r, (row, count) in enumerate(zip(parents.tolist(), num_nodes.tolist(), strict=True)):
         if not 0 <= count < len(row):
             raise ValueError(
-                f"num_nodes[{r}] must be in [0, {len(row) - 1}], found {count}: the tree arrays have {len(row)} "
-                "slots with the root; clamp the budget to max_nodes"
+                f"num_nodes[{r}] must be in [0, {len(row) - 1}], found {count}: the tree arrays have "
+                f"{len(row)} slots with the root; clamp the budget to max_nodes"
             )
         for i in range(1, count + 1):
             if not 0 <= row[i] < i:
                 raise ValueError(
-                    f"parents[{r}, {i}] must be in [0, {i}), found {row[i]}: nodes are in pop order, a parent "
-                    "comes before its children; pass the arrays that build wrote"
+                    f"parents[{r}, {i}] must be in [0, {i}), found {row[i]}: nodes are in pop order, a "
+                    "parent comes before its children; pass the arrays that build wrote"
                 )
         rows.append(row[: count + 1])
     return rows
@@ -118,8 +121,8 @@ def retrieve(parents: Tensor, num_nodes: Tensor) -> tuple[Tensor, Tensor, Tensor
     """First-child / next-sibling encoding of each tree (contract.md, 3).
 
     parents int32 [n, Q], num_nodes int32 [n]. Returns retrieve_index int64 [n, Q] (flat slot r * Q + i),
-    retrieve_next_token int32 [n, Q], retrieve_next_sibling int32 [n, Q] (-1 = none). Siblings are in ascending node
-    index, which in pop order is descending node_logws.
+    retrieve_next_token int32 [n, Q], retrieve_next_sibling int32 [n, Q] (-1 = none). Siblings are in
+    ascending node index, which in pop order is descending node_logws.
     """
     n, q_len = parents.shape
     index = torch.arange(n * q_len, dtype=torch.int64).view(n, q_len)
@@ -138,7 +141,8 @@ def retrieve(parents: Tensor, num_nodes: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def ancestor_mask(parents: Tensor, num_nodes: Tensor) -> Tensor:
-    """Packed visibility: int32 [n, Q, W]; bit j % 32 of word j // 32 of row i is set iff j is i or its ancestor.
+    """Packed visibility: int32 [n, Q, W]; bit j % 32 of word j // 32 of row i is set iff j is i or its
+    ancestor.
 
     Padding rows see themselves only, so that no attention row is empty.
     """
@@ -175,8 +179,8 @@ def _record(
     predict = torch.full((n * q_len,), -1, dtype=torch.int64)
     accept_index = torch.full((n, depth + 1), -1, dtype=torch.int64)
     accept_token_num = torch.zeros(n, dtype=torch.int32)
-    for r, (path, tokens) in enumerate(zip(paths, emitted)):
-        for d, (node, token) in enumerate(zip(path, tokens)):
+    for r, (path, tokens) in enumerate(zip(paths, emitted, strict=True)):
+        for d, (node, token) in enumerate(zip(path, tokens, strict=True)):
             predict[r * q_len + node] = token
             accept_index[r, d] = r * q_len + node
         accept_token_num[r] = len(path) - 1
@@ -193,15 +197,15 @@ def walk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Follow the target's own tokens through the tree (theory.md, "Walk").
 
-    candidates int64 [n, Q] (the token of each node), pointers int32 [n, Q], num_nodes int32 [n], target_tokens
-    int64 [n, Q] (what the target drew at each node). At most `depth_limit` drafts are accepted.
+    candidates int64 [n, Q] (the token of each node), pointers int32 [n, Q], num_nodes int32 [n],
+    target_tokens int64 [n, Q] (what the target drew at each node). At most `depth_limit` drafts are accepted.
     Returns predict int64 [n * Q] (token emitted at each visited flat slot, -1 elsewhere), accept_index int64
     [n, depth_limit + 1] (flat slots, root first, -1 after), accept_token_num int32 [n] (root not counted).
     """
     paths, emitted = [], []
     rows = zip(
         candidates.tolist(), retrieve_next_token.tolist(), retrieve_next_sibling.tolist(),
-        num_nodes.tolist(), target_tokens.tolist(),
+        num_nodes.tolist(), target_tokens.tolist(), strict=True,
     )  # fmt: skip
     for tokens, next_token, next_sibling, count, drawn in rows:
         path, out = [0], [drawn[0]]
@@ -218,7 +222,8 @@ def walk(
 
 
 def residual_token(probs: Tensor, excluded: Sequence[int], coin: float) -> int:
-    """Inverse-CDF draw from probs [V] without the `excluded` ids: the first id whose running mass exceeds coin * mass.
+    """Inverse-CDF draw from probs [V] without the `excluded` ids: the first id whose running mass exceeds
+    coin * mass.
 
     When rounding let every token of the support be rejected, the most probable token of the whole row is
     returned: never an id of zero probability while another exists.
@@ -246,16 +251,17 @@ def walk_coins(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The walk with explicit coins: each child c is accepted with p(c) / (1 - mass rejected before it).
 
-    target_probs float32 [n, Q, V] (processed probabilities at each node), coins float32 [n, Q] in [0, 1) (coin of a
-    node is used when that node is tried), final_coins float32 [n] in [0, 1) (the bonus draw). Otherwise as `walk`.
-    A repeated sibling token is tried once; a token of zero probability is never accepted; masses are float64.
+    target_probs float32 [n, Q, V] (processed probabilities at each node), coins float32 [n, Q] in [0, 1)
+    (coin of a node is used when that node is tried), final_coins float32 [n] in [0, 1) (the bonus draw).
+    Otherwise as `walk`. A repeated sibling token is tried once; a token of zero probability is never
+    accepted; masses are float64.
     """
     probs = target_probs.detach().cpu()
     vocab = probs.shape[2]
     paths, emitted = [], []
     rows = zip(
         candidates.tolist(), retrieve_next_token.tolist(), retrieve_next_sibling.tolist(),
-        num_nodes.tolist(), coins.tolist(), final_coins.tolist(),
+        num_nodes.tolist(), coins.tolist(), final_coins.tolist(), strict=True,
     )  # fmt: skip
     for r, (tokens, next_token, next_sibling, count, coin, final_coin) in enumerate(rows):
         path: list[int] = [0]
@@ -288,9 +294,10 @@ def plan_moves(
 ) -> tuple[Tensor, Tensor]:
     """Which row of the cache (or of any per-token array) goes where once the walk is known.
 
-    accept_index int64 [n, D + 1]; query_start int32 or int64 [n], flat row of each root in the step's arrays, -1 =
-    skip; slot_mapping int64 [T], the slot each flat row was written to. Returns src, dst int64 [n, D]: accepted draft
-    d moves slot_mapping[start + local_d] -> slot_mapping[start + d]; -1 where there is nothing to move.
+    accept_index int64 [n, D + 1]; query_start int32 or int64 [n], flat row of each root in the step's
+    arrays, -1 = skip; slot_mapping int64 [T], the slot each flat row was written to. Returns src, dst int64
+    [n, D]: accepted draft d moves slot_mapping[start + local_d] -> slot_mapping[start + d]; -1 where there
+    is nothing to move.
     """
     starts = query_start.to(torch.int64).unsqueeze(1)
     limit = slot_mapping.shape[0]
@@ -309,12 +316,14 @@ def plan_moves(
 def apply_moves(views: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
     """In place: for d in order, row src[r, d] of every view is copied to row dst[r, d] (either -1 = skip).
 
-    views: 4-D [num_blocks, block_size, H, E]; row s is [s // block_size, s % block_size]. Rows of different requests
-    must be disjoint.
+    views: 4-D [num_blocks, block_size, H, E]; row s is [s // block_size, s % block_size]. Rows of different
+    requests must be disjoint.
     """
     for view in views:
         size = view.shape[1]
-        raw = view.view(torch.uint8) if view.dtype.itemsize == 1 else view  # float8 has no indexed copy on CPU
+        raw = (
+            view.view(torch.uint8) if view.dtype.itemsize == 1 else view
+        )  # float8 has no indexed copy on CPU
         for d in range(src.shape[1]):
             use = (src[:, d] >= 0) & (dst[:, d] >= 0)
             a, b = src[use, d], dst[use, d]

@@ -30,8 +30,13 @@ class Tree {
  public:
   Tree(const float* logps, int64_t depth_limit, int64_t rank_limit, float* scores, int32_t* parents,
        int32_t* depths)
-      : logps_(logps), depth_limit_(depth_limit), rank_limit_(rank_limit), scores_(scores),
-        parents_(parents), depths_(depths), ranks_{0} {
+      : logps_(logps),
+        depth_limit_(depth_limit),
+        rank_limit_(rank_limit),
+        scores_(scores),
+        parents_(parents),
+        depths_(depths),
+        ranks_{0} {
     push(0, 0);
   }
 
@@ -88,8 +93,8 @@ void build(const Tensor& top_logps, const Tensor& top_tokens, const Tensor& budg
     std::fill_n(row_depths, s.q_len, 0);
     std::fill_n(row_scores, s.q_len, kAbsent);
     row_scores[0] = 0.0f;
-    const int32_t budget = static_cast<int32_t>(
-        std::clamp<int64_t>(budgets.const_data_ptr<int32_t>()[r], 0, s.q_len - 1));
+    const int32_t budget =
+        static_cast<int32_t>(std::clamp<int64_t>(budgets.const_data_ptr<int32_t>()[r], 0, s.q_len - 1));
     Tree tree(top_logps.const_data_ptr<float>() + r * plane, s.depths, s.ranks, row_scores, row_parents,
               row_depths);
     const int32_t count = tree.grow(budget);

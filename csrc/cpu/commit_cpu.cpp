@@ -40,9 +40,11 @@ struct View {
   int64_t rows, block_size, block_stride, slot_stride, head_stride, heads, head_bytes;
 
   explicit View(const Tensor& t) {
-    STD_TORCH_CHECK(t.dim() == 4 && (t.size(3) <= 1 || t.stride(3) == 1),
-                    "ddtree::move_rows needs 4-D views [num_blocks, block_size, H, E] with the last dimension "
-                    "contiguous; found ", t.dim(), " dimensions. Rows are copied as bytes: permute or slice first.");
+    STD_TORCH_CHECK(
+        t.dim() == 4 && (t.size(3) <= 1 || t.stride(3) == 1),
+        "ddtree::move_rows needs 4-D views [num_blocks, block_size, H, E] with the last dimension "
+        "contiguous; found ",
+        t.dim(), " dimensions. Rows are copied as bytes: permute or slice first.");
     const int64_t item = static_cast<int64_t>(t.element_size());
     base = static_cast<char*>(t.mutable_data_ptr());
     rows = t.size(0) * t.size(1);
@@ -54,7 +56,9 @@ struct View {
     head_bytes = t.size(3) * item;
   }
 
-  char* row(int64_t slot) const { return base + slot / block_size * block_stride + slot % block_size * slot_stride; }
+  char* row(int64_t slot) const {
+    return base + slot / block_size * block_stride + slot % block_size * slot_stride;
+  }
 };
 
 void move_rows(std::vector<Tensor> tensors, const Tensor& table, const Tensor& src, const Tensor& dst) {
@@ -65,8 +69,8 @@ void move_rows(std::vector<Tensor> tensors, const Tensor& table, const Tensor& s
     const View view(tensor);
     for (int64_t i = 0; i < s.n * s.moves; ++i) {
       if (from[i] < 0 || to[i] < 0) continue;
-      STD_TORCH_CHECK(from[i] < view.rows && to[i] < view.rows, "ddtree::move_rows needs rows below ", view.rows,
-                      " (num_blocks * block_size); found ", from[i], " -> ", to[i],
+      STD_TORCH_CHECK(from[i] < view.rows && to[i] < view.rows, "ddtree::move_rows needs rows below ",
+                      view.rows, " (num_blocks * block_size); found ", from[i], " -> ", to[i],
                       ". src and dst are slots of this cache: plan them with its own slot mapping.");
       for (int64_t h = 0; h < view.heads; ++h) {
         std::memmove(view.row(to[i]) + h * view.head_stride, view.row(from[i]) + h * view.head_stride,

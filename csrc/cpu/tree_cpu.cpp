@@ -14,9 +14,10 @@ void check_tree(const char* op, int64_t r, const int32_t* parents, int32_t count
                   "]; found ", count, ". The arrays have ", q_len,
                   " slots with the root: clamp the budget to max_nodes.");
   for (int32_t i = 1; i <= count; ++i) {
-    STD_TORCH_CHECK(parents[i] >= 0 && parents[i] < i, "ddtree::", op, " needs parents[", r, ", ", i,
-                    "] in [0, ", i, "); found ", parents[i],
-                    ". Nodes are in pop order, a parent comes before its children: pass the arrays build wrote.");
+    STD_TORCH_CHECK(
+        parents[i] >= 0 && parents[i] < i, "ddtree::", op, " needs parents[", r, ", ", i, "] in [0, ", i,
+        "); found ", parents[i],
+        ". Nodes are in pop order, a parent comes before its children: pass the arrays build wrote.");
   }
 }
 

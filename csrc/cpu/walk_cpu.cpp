@@ -20,8 +20,9 @@ struct Row {
     out.clear();
     int32_t at = node;
     for (int32_t next = next_token[node]; next != -1; next = next_sibling[at]) {
-      STD_TORCH_CHECK(next > at && next <= count, "ddtree::walk needs every child or sibling pointer of node ", at,
-                      " to be -1 or in (", at, ", ", count, "]; found ", next,
+      STD_TORCH_CHECK(next > at && next <= count,
+                      "ddtree::walk needs every child or sibling pointer of node ", at, " to be -1 or in (",
+                      at, ", ", count, "]; found ", next,
                       ". Pointers only lead forward to real nodes: pass the arrays retrieve wrote.");
       out.push_back(next);
       at = next;
@@ -37,8 +38,10 @@ struct Outputs {
   int64_t length = 0;
 
   Outputs(const WalkShape& s, int64_t r, const Tensor& predict_all, const Tensor& accept_all)
-      : first(r * s.q_len), predict(predict_all.mutable_data_ptr<int64_t>() + r * s.q_len),
-        accept_index(accept_all.mutable_data_ptr<int64_t>() + r * (s.max_depth + 1)), max_depth(s.max_depth) {
+      : first(r * s.q_len),
+        predict(predict_all.mutable_data_ptr<int64_t>() + r * s.q_len),
+        accept_index(accept_all.mutable_data_ptr<int64_t>() + r * (s.max_depth + 1)),
+        max_depth(s.max_depth) {
     std::fill_n(predict, s.q_len, -1);
     std::fill_n(accept_index, s.max_depth + 1, -1);
   }
@@ -50,8 +53,8 @@ struct Outputs {
 Row row_of(const char* op, const WalkShape& s, int64_t r, const Tensor& candidates, const Tensor& next_token,
            const Tensor& next_sibling, const Tensor& num_nodes) {
   const int32_t count = num_nodes.const_data_ptr<int32_t>()[r];
-  STD_TORCH_CHECK(count >= 0 && count < s.q_len, "ddtree::", op, " needs num_nodes[", r, "] in [0, ", s.q_len - 1,
-                  "]; found ", count, ". Pass what build wrote.");
+  STD_TORCH_CHECK(count >= 0 && count < s.q_len, "ddtree::", op, " needs num_nodes[", r, "] in [0, ",
+                  s.q_len - 1, "]; found ", count, ". Pass what build wrote.");
   return {candidates.const_data_ptr<int64_t>() + r * s.q_len,
           next_token.const_data_ptr<int32_t>() + r * s.q_len,
           next_sibling.const_data_ptr<int32_t>() + r * s.q_len, count};
@@ -60,8 +63,8 @@ Row row_of(const char* op, const WalkShape& s, int64_t r, const Tensor& candidat
 void walk(const Tensor& candidates, const Tensor& next_token, const Tensor& next_sibling,
           const Tensor& num_nodes, const Tensor& target_tokens, const Tensor& predict,
           const Tensor& accept_index, const Tensor& accept_token_num) {
-  const WalkShape s = check_walk("walk", candidates, next_token, next_sibling, num_nodes, predict, accept_index,
-                                 accept_token_num);
+  const WalkShape s = check_walk("walk", candidates, next_token, next_sibling, num_nodes, predict,
+                                 accept_index, accept_token_num);
   check_targets(s, candidates, target_tokens);
   std::vector<int32_t> children;
   for (int64_t r = 0; r < s.n; ++r) {
@@ -117,8 +120,8 @@ void walk_coins(const Tensor& candidates, const Tensor& next_token, const Tensor
                 const Tensor& num_nodes, const Tensor& target_probs, const Tensor& coins,
                 const Tensor& final_coins, const Tensor& predict, const Tensor& accept_index,
                 const Tensor& accept_token_num) {
-  WalkShape s = check_walk("walk_coins", candidates, next_token, next_sibling, num_nodes, predict, accept_index,
-                           accept_token_num);
+  WalkShape s = check_walk("walk_coins", candidates, next_token, next_sibling, num_nodes, predict,
+                           accept_index, accept_token_num);
   check_coins(s, candidates, target_probs, coins, final_coins);
   std::vector<int32_t> children;
   std::vector<int64_t> tried;

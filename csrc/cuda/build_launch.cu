@@ -9,9 +9,8 @@ namespace {
 template <int kSlots, bool kStaged>
 cudaError_t run(const BuildArgs& args, int64_t n, size_t bytes, cudaStream_t stream) {
   if (bytes > 48 * 1024) {  // what a kernel gets without asking, on every architecture
-    const cudaError_t error = cudaFuncSetAttribute(build_kernel<kSlots, kStaged>,
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                   static_cast<int>(bytes));
+    const cudaError_t error = cudaFuncSetAttribute(
+        build_kernel<kSlots, kStaged>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
     if (error != cudaSuccess) return error;
   }
   build_kernel<kSlots, kStaged><<<static_cast<unsigned>(n), kBuildThreads, bytes, stream>>>(args);
@@ -36,11 +35,21 @@ cudaError_t run(const BuildArgs& args, int64_t n, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t launch_build(const float* top_logps, const int64_t* top_tokens, const int32_t* budgets, int64_t* tokens,
-                         int32_t* parents, int32_t* depths, float* node_logws, int32_t* num_nodes, int64_t n,
-                         int64_t depth_limit, int64_t rank_limit, int64_t q_len, cudaStream_t stream) {
-  const BuildArgs args{top_logps, top_tokens, budgets, tokens, parents, depths, node_logws, num_nodes,
-                       static_cast<int>(depth_limit), static_cast<int>(rank_limit), static_cast<int>(q_len)};
+cudaError_t launch_build(const float* top_logps, const int64_t* top_tokens, const int32_t* budgets,
+                         int64_t* tokens, int32_t* parents, int32_t* depths, float* node_logws,
+                         int32_t* num_nodes, int64_t n, int64_t depth_limit, int64_t rank_limit,
+                         int64_t q_len, cudaStream_t stream) {
+  const BuildArgs args{top_logps,
+                       top_tokens,
+                       budgets,
+                       tokens,
+                       parents,
+                       depths,
+                       node_logws,
+                       num_nodes,
+                       static_cast<int>(depth_limit),
+                       static_cast<int>(rank_limit),
+                       static_cast<int>(q_len)};
   const int64_t nodes = q_len - 1;  // node N needs no slot: nothing is popped after it
   if (nodes <= 32) return run<1>(args, n, stream);
   if (nodes <= 64) return run<2>(args, n, stream);

@@ -1,5 +1,6 @@
 // The CUDA side of every op: checks, then one launch on torch's current stream.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -9,21 +10,27 @@
 #include "launch.h"
 
 // Only a CUDA build of torch defines this. Weak, so that the same module loads beside a CPU-only torch.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device,
+                                                                                   void** stream);
 
 namespace ddtree {
 namespace {
 
-// Makes the tensor's device current for the launch and gives its current stream. The module carries its own CUDA
-// runtime, whose current device must be set as well as torch's.
+// Makes the tensor's device current for the launch and gives its current stream. Torch's guard sets the
+// driver's context, which the runtime linked into this module follows; where it does not, it is told. The
+// guard alone restores: a second restore through this runtime could leave torch on a context it does not
+// expect.
 class Launch {
  public:
-  Launch(const char* op, const Tensor& tensor) : op_(op), device_(tensor.get_device_index()) {
-    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "ddtree::", op,
-                    " needs a CUDA build of torch; this torch does not export aoti_torch_get_current_cuda_stream. "
-                    "Install a CUDA torch, or keep the tensors on the CPU.");
-    check(cudaGetDevice(&previous_));
-    if (previous_ != device_) check(cudaSetDevice(device_));
+  Launch(const char* op, const Tensor& tensor)
+      : op_(op), device_(tensor.get_device_index()), guard_(device_) {
+    STD_TORCH_CHECK(
+        aoti_torch_get_current_cuda_stream != nullptr, "ddtree::", op,
+        " needs a CUDA build of torch; this torch does not export aoti_torch_get_current_cuda_stream. "
+        "Install a CUDA torch, or keep the tensors on the CPU.");
+    int current = -1;
+    check(cudaGetDevice(&current));
+    if (current != device_) check(cudaSetDevice(device_));
     void* stream = nullptr;
     STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream) == 0, "ddtree::", op,
                     ": torch gave no current stream for device ", device_, ".");
@@ -31,22 +38,20 @@ class Launch {
   }
   Launch(const Launch&) = delete;
   Launch& operator=(const Launch&) = delete;
-  ~Launch() {
-    if (previous_ != device_) cudaSetDevice(previous_);
-  }
 
   cudaStream_t stream() const { return stream_; }
 
   void check(cudaError_t error) const {
-    STD_TORCH_CHECK(error == cudaSuccess, "ddtree::", op_, " could not launch on device ", device_, ": ",
-                    cudaGetErrorString(error),
-                    ". Earlier kernels report here too: rerun with CUDA_LAUNCH_BLOCKING=1 to find the first.");
+    STD_TORCH_CHECK(
+        error == cudaSuccess, "ddtree::", op_, " could not launch on device ", device_, ": ",
+        cudaGetErrorString(error),
+        ". Earlier kernels report here too: rerun with CUDA_LAUNCH_BLOCKING=1 to find the first.");
   }
 
  private:
   const char* op_;
   int device_;
-  int previous_ = -1;
+  torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_ = nullptr;
 };
 
@@ -106,24 +111,24 @@ void ancestor_mask(const Tensor& parents, const Tensor& num_nodes, const Tensor&
 void walk(const Tensor& candidates, const Tensor& next_token, const Tensor& next_sibling,
           const Tensor& num_nodes, const Tensor& target_tokens, const Tensor& predict,
           const Tensor& accept_index, const Tensor& accept_token_num) {
-  const WalkShape s = check_walk("walk", candidates, next_token, next_sibling, num_nodes, predict, accept_index,
-                                 accept_token_num);
+  const WalkShape s = check_walk("walk", candidates, next_token, next_sibling, num_nodes, predict,
+                                 accept_index, accept_token_num);
   check_targets(s, candidates, target_tokens);
   check_width("walk", s.q_len);
   if (s.n == 0) return;
   const Launch launch("walk", candidates);
   launch.check(launch_walk(in<int64_t>(candidates), in<int32_t>(next_token), in<int32_t>(next_sibling),
                            in<int32_t>(num_nodes), in<int64_t>(target_tokens), out<int64_t>(predict),
-                           out<int64_t>(accept_index), out<int32_t>(accept_token_num), s.n, s.q_len, s.max_depth,
-                           launch.stream()));
+                           out<int64_t>(accept_index), out<int32_t>(accept_token_num), s.n, s.q_len,
+                           s.max_depth, launch.stream()));
 }
 
 void walk_coins(const Tensor& candidates, const Tensor& next_token, const Tensor& next_sibling,
                 const Tensor& num_nodes, const Tensor& target_probs, const Tensor& coins,
                 const Tensor& final_coins, const Tensor& predict, const Tensor& accept_index,
                 const Tensor& accept_token_num) {
-  WalkShape s = check_walk("walk_coins", candidates, next_token, next_sibling, num_nodes, predict, accept_index,
-                           accept_token_num);
+  WalkShape s = check_walk("walk_coins", candidates, next_token, next_sibling, num_nodes, predict,
+                           accept_index, accept_token_num);
   check_coins(s, candidates, target_probs, coins, final_coins);
   check_width("walk_coins", s.q_len);
   if (s.n == 0) return;
@@ -141,29 +146,30 @@ void plan_moves(const Tensor& accept_index, const Tensor& query_start, int64_t q
   if (s.n * s.moves == 0) return;
   const Launch launch("plan_moves", accept_index);
   launch.check(launch_plan_moves(in<int64_t>(accept_index), query_start.const_data_ptr(),
-                                 query_start.scalar_type() == ScalarType::Long, q_len, in<int64_t>(slot_mapping),
-                                 slot_mapping.size(0), out<int64_t>(src), out<int64_t>(dst), s.n, s.moves,
-                                 launch.stream()));
+                                 query_start.scalar_type() == ScalarType::Long, q_len,
+                                 in<int64_t>(slot_mapping), slot_mapping.size(0), out<int64_t>(src),
+                                 out<int64_t>(dst), s.n, s.moves, launch.stream()));
 }
 
 void move_rows(std::vector<Tensor> views, const Tensor& table, const Tensor& src, const Tensor& dst) {
   const MoveShape s = check_moves(views, table, src, dst);
-  STD_TORCH_CHECK(table.is_cuda() && table.get_device_index() == views[0].get_device_index(),
-                  "ddtree::move_rows needs `table` on the device of the views; found it elsewhere. The kernel reads "
-                  "it there: make it once with make_move_table(views).");
+  STD_TORCH_CHECK(
+      table.is_cuda() && table.get_device_index() == views[0].get_device_index(),
+      "ddtree::move_rows needs `table` on the device of the views; found it elsewhere. The kernel reads "
+      "it there: make it once with make_move_table(views).");
   const int64_t count = static_cast<int64_t>(views.size());
   check_batch("move_rows", std::max(s.n, count));
   // Two int64 per move must fit the 48 KB that a block gets without asking.
-  STD_TORCH_CHECK(s.moves <= 2048, "ddtree::move_rows on CUDA needs at most 2048 moves per request; found ", s.moves,
-                  ". A block lists them in shared memory: lower the draft depth.");
+  STD_TORCH_CHECK(s.moves <= 2048, "ddtree::move_rows on CUDA needs at most 2048 moves per request; found ",
+                  s.moves, ". A block lists them in shared memory: lower the draft depth.");
   if (s.n * s.moves == 0) return;
   int64_t chunks = 1;
   for (const Tensor& view : views) {
     chunks = std::max(chunks, view.size(2) * view.size(3) * static_cast<int64_t>(view.element_size()) / 16);
   }
   const Launch launch("move_rows", views[0]);
-  launch.check(launch_move_rows(in<int64_t>(table), count, in<int64_t>(src), in<int64_t>(dst), s.n, s.moves, chunks,
-                                launch.stream()));
+  launch.check(launch_move_rows(in<int64_t>(table), count, in<int64_t>(src), in<int64_t>(dst), s.n, s.moves,
+                                chunks, launch.stream()));
 }
 
 }  // namespace

@@ -3,8 +3,9 @@
 
 namespace ddtree {
 
-cudaError_t launch_retrieve(const int32_t* parents, const int32_t* num_nodes, int64_t* index, int32_t* next_token,
-                            int32_t* next_sibling, int64_t n, int64_t q_len, cudaStream_t stream) {
+cudaError_t launch_retrieve(const int32_t* parents, const int32_t* num_nodes, int64_t* index,
+                            int32_t* next_token, int32_t* next_sibling, int64_t n, int64_t q_len,
+                            cudaStream_t stream) {
   const size_t bytes = 2 * sizeof(int32_t) * q_len;
   retrieve_kernel<<<static_cast<unsigned>(n), kTreeThreads, bytes, stream>>>(
       parents, num_nodes, index, next_token, next_sibling, static_cast<int>(q_len));

@@ -1,8 +1,9 @@
 // Best-first build, one warp popping per request. Knows no torch.
 //
-// The frontier needs no heap: node j offers exactly one candidate at a time, its next unborn child, so frontier slot
-// j belongs to node j. A pop advances one slot and opens one; slots live in registers (slot j in lane j % 32) and
-// the pop is one warp-wide max over ordered integers. Equal scores, which are rare, take the rank-tuple path.
+// The frontier needs no heap: node j offers exactly one candidate at a time, its next unborn child, so
+// frontier slot j belongs to node j. A pop advances one slot and opens one; slots live in registers (slot j
+// in lane j % 32) and the pop is one warp-wide max over ordered integers. Equal scores, which are rare, take
+// the rank-tuple path.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -49,7 +50,8 @@ struct Growing {
   }
 };
 
-// All lanes return the first slot in rank-tuple order among the tied ones (bit s of a lane's mask: slot s * 32 + lane).
+// All lanes return the first slot in rank-tuple order among the tied ones (bit s of a lane's mask: slot s *
+// 32 + lane).
 __device__ inline int break_tie(const Growing& tree, uint32_t mine, unsigned lanes, int lane) {
   int best = -1;
   for (; mine; mine &= mine - 1) {

@@ -13,8 +13,9 @@ constexpr int kMoveBatch = 8;
 
 template <typename Start>
 __global__ void __launch_bounds__(kPlanThreads)
-    plan_moves_kernel(const int64_t* accept_index, const Start* query_start, int64_t q_len, const int64_t* slots,
-                      int64_t rows, int64_t* src, int64_t* dst, int64_t n, int64_t moves) {
+    plan_moves_kernel(const int64_t* accept_index, const Start* query_start, int64_t q_len,
+                      const int64_t* slots, int64_t rows, int64_t* src, int64_t* dst, int64_t n,
+                      int64_t moves) {
   const int64_t item = static_cast<int64_t>(blockIdx.x) * kPlanThreads + threadIdx.x;
   if (item >= n * moves) return;
   const int64_t r = item / moves, d = item % moves + 1;
@@ -30,7 +31,8 @@ __global__ void __launch_bounds__(kPlanThreads)
   dst[item] = needed ? to : -1;
 }
 
-// One row of the move table; the order of the fields is make_move_table's in vllm_ddtree/ops.py. Strides in bytes.
+// One row of the move table; the order of the fields is make_move_table's in vllm_ddtree/ops.py. Strides in
+// bytes.
 struct MoveView {
   int64_t base, num_blocks, block_size, block_stride, slot_stride, head_stride, heads, head_bytes;
 
@@ -39,10 +41,12 @@ struct MoveView {
   }
 };
 
-// Each thread owns a fixed chunk of the row and takes the moves in order, so a row read late in the list may be one
-// written early. `ordered` is false when no source is an earlier destination: then loads are issued in batches.
+// Each thread owns a fixed chunk of the row and takes the moves in order, so a row read late in the list may
+// be one written early. `ordered` is false when no source is an earlier destination: then loads are issued in
+// batches.
 template <typename Chunk>
-__device__ void move_chunks(const MoveView& view, const int64_t* from, const int64_t* to, int count, bool ordered) {
+__device__ void move_chunks(const MoveView& view, const int64_t* from, const int64_t* to, int count,
+                            bool ordered) {
   const int64_t per_head = view.head_bytes / static_cast<int64_t>(sizeof(Chunk));
   const int64_t total = per_head * view.heads;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kMoveThreads;
@@ -109,7 +113,8 @@ __global__ void __launch_bounds__(kMoveThreads)
   }
   __syncthreads();
   const bool ordered = ordered_shared != 0;
-  const int64_t alignment = view.base | view.block_stride | view.slot_stride | view.head_stride | view.head_bytes;
+  const int64_t alignment =
+      view.base | view.block_stride | view.slot_stride | view.head_stride | view.head_bytes;
   if (alignment % 16 == 0) {
     move_chunks<uint4>(view, from, to, count, ordered);
   } else if (alignment % 4 == 0) {

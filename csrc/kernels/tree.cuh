@@ -1,5 +1,6 @@
 // First-child / next-sibling pointers and ancestor bits, one block (or several) per request. Knows no torch.
-// A node whose parent is not an earlier node is treated as absent, so that bad input cannot loop or read outside.
+// A node whose parent is not an earlier node is treated as absent, so that bad input cannot loop or read
+// outside.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +12,8 @@ namespace ddtree {
 
 constexpr int kTreeThreads = 256;
 
-// Copies one row of parents to shared memory with every unusable entry as -1; returns the number of real nodes.
+// Copies one row of parents to shared memory with every unusable entry as -1; returns the number of real
+// nodes.
 __device__ inline int load_parents(const int32_t* parents, const int32_t* num_nodes, int64_t r, int q_len,
                                    int32_t* out) {
   const int count = min(max(num_nodes[r], 0), q_len - 1);
@@ -55,7 +57,8 @@ __global__ void __launch_bounds__(kTreeThreads)
 
 // Grid: (tiles, n). One thread makes one 32-bit word of one row by climbing from the row's node to the root.
 __global__ void __launch_bounds__(kTreeThreads)
-    ancestor_mask_kernel(const int32_t* parents, const int32_t* num_nodes, int32_t* mask, int q_len, int words) {
+    ancestor_mask_kernel(const int32_t* parents, const int32_t* num_nodes, int32_t* mask, int q_len,
+                         int words) {
   extern __shared__ int32_t parent_of[];
   const int64_t r = blockIdx.y;
   load_parents(parents, num_nodes, r, q_len, parent_of);

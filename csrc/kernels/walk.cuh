@@ -18,7 +18,8 @@ struct WalkArgs {
   int q_len, max_depth;
 };
 
-// One tree in shared memory. Pointers that do not lead forward to a real node are cut, which is what ends every walk.
+// One tree in shared memory. Pointers that do not lead forward to a real node are cut, which is what ends
+// every walk.
 struct SharedTree {
   int64_t* tokens;
   int32_t* next_token;
@@ -43,7 +44,8 @@ struct SharedTree {
       next_sibling[i] = i <= count && sibling > i && sibling <= count ? sibling : -1;
       a.predict[at] = -1;
     }
-    for (int d = threadIdx.x; d <= a.max_depth; d += blockDim.x) a.accept_index[r * (a.max_depth + 1) + d] = -1;
+    for (int d = threadIdx.x; d <= a.max_depth; d += blockDim.x)
+      a.accept_index[r * (a.max_depth + 1) + d] = -1;
   }
 };
 

@@ -27,8 +27,8 @@ __device__ inline double warp_sum(double value) {
   return value;
 }
 
-// The rejected tokens of the current node. A hash filter answers nearly every id of the vocabulary at once, so that
-// the exact scan of the list is paid for a handful of ids only.
+// The rejected tokens of the current node. A hash filter answers nearly every id of the vocabulary at once,
+// so that the exact scan of the list is paid for a handful of ids only.
 struct Excluded {
   const int64_t* tokens;
   const double* masses;  // kSkipped where a repeated token stands
@@ -50,11 +50,11 @@ struct Excluded {
   }
 };
 
-// Narrows [low, high) to the id where the running mass passes coin * total, a 32nd of the range at a time: each warp
-// sums one part, all agree on the part, repeat. Returns -1 when no mass is left. A part without mass is never taken,
-// so the result has positive probability whatever the rounding.
-__device__ inline int64_t residual_token(const float* probs, const Excluded& excluded, int64_t vocab, float coin,
-                                         double* part_mass) {
+// Narrows [low, high) to the id where the running mass passes coin * total, a 32nd of the range at a time:
+// each warp sums one part, all agree on the part, repeat. Returns -1 when no mass is left. A part without
+// mass is never taken, so the result has positive probability whatever the rounding.
+__device__ inline int64_t residual_token(const float* probs, const Excluded& excluded, int64_t vocab,
+                                         float coin, double* part_mass) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   int64_t low = 0, high = vocab;
   double goal = -1.0;  // not known before the total is

@@ -20,7 +20,6 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_ddtree.engine.state import tree_state
-from vllm_ddtree.reference import unpack_mask
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):
@@ -124,6 +123,16 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         context = seq_len - query_len
         mask = torch.ones(query_len, seq_len, dtype=torch.bool)
         tree = step is not None and row < step.num_tree_reqs and int(step.tree_len[row]) == query_len
-        own = unpack_mask(step.mask[row, :query_len], query_len) if tree else mask.new_ones(query_len, query_len).tril()
+        own = (
+            _unpack(step.mask[row, :query_len], query_len)
+            if tree
+            else mask.new_ones(query_len, query_len).tril()
+        )
         mask[:, context:] = own
         return mask
+
+
+def _unpack(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Bit rows [count, words] int32 as [count, count] bool."""
+    bits = (rows[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
+    return bits.reshape(rows.shape[0], -1)[:, :count].bool()

@@ -106,7 +106,7 @@ class CacheMover:
         self._groups: list[tuple[int, list[torch.Tensor], torch.Tensor]] = []
         for group, spec in enumerate(runner.kv_cache_config.kv_cache_groups):
             names = [name for name in spec.layer_names if name not in drafter]
-            views = [view for name in names for view in cache_rows(layers[name])]
+            views = [cache_rows(layers[name]) for name in names]
             if views:
                 self._groups.append((group, views, ops.make_move_table(views)))
         depth, rows = runner.speculator.max_depth, runner.max_num_reqs

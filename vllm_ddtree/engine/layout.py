@@ -1,7 +1,7 @@
 """How vLLM lays a layer's KV cache out, seen as rows that can be moved.
 
-Owns the mapping from a cache tensor to 4-D views [num_blocks, block_size, heads, elements] with a
-contiguous last dimension. Invariant: the views of a layer cover every byte of a token's cache row.
+Owns the mapping from a cache tensor to a 4-D view [num_blocks, block_size, heads, elements] with a
+contiguous last dimension. Invariant: the view covers every byte of a token's cache row.
 """
 
 from __future__ import annotations
@@ -11,28 +11,24 @@ from typing import Any
 import torch
 
 
-def cache_rows(layer: Any) -> list[torch.Tensor]:
-    """Return the row views of an attention layer's KV cache.
+def cache_rows(layer: Any) -> torch.Tensor:
+    """Return the row view of an attention layer's KV cache.
+
+    Every layout of vLLM 0.32 and 0.33 is a permutation of [blocks, heads, block, K|V] in memory and has
+    that logical shape (vllm/v1/kv_cache_layout.py), so one transpose is enough.
 
     Args:
         layer: vLLM's Attention module, after its cache was bound.
 
     Raises:
-        ValueError: the cache has a layout that ddtree doesn't know.
+        ValueError: the cache has a shape that ddtree doesn't know.
     """
     cache = layer.kv_cache
-    if isinstance(cache, (list, tuple)):
-        cache = cache[0]
     heads, size = layer.num_kv_heads, layer.head_size
-    if cache.dim() == 4 and cache.shape[-1] == 2 * size:
-        # [blocks, heads, block, K|V] (vLLM's head-major interior) or [blocks, block, heads, K|V].
-        rows = cache.transpose(1, 2) if cache.shape[1] == heads else cache
-        return [rows]
-    if cache.dim() == 5:
-        # K and V are the dimension of length 2 right after or before the blocks.
-        pairs = cache.unbind(1 if cache.shape[1] == 2 else 0)
-        return [pair if pair.shape[2] == heads else pair.transpose(1, 2) for pair in pairs]
-    raise ValueError(
-        f"ddtree can't move rows of a KV cache of shape {tuple(cache.shape)} ({heads} heads of {size}); "
-        "use the default attention backend."
-    )
+    if cache.dim() != 4 or cache.shape[1] != heads or cache.shape[3] != 2 * size:
+        raise ValueError(
+            f"ddtree needs a KV cache of shape [blocks, {heads}, block, {2 * size}], found "
+            f"{tuple(cache.shape)}: it would not know which bytes to move with the accepted path. Use the "
+            "default attention backend and KV dtype."
+        )
+    return cache.transpose(1, 2)

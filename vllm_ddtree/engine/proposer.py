@@ -32,7 +32,7 @@ class TreeSpeculator(DFlashSpeculator):
         config = _at_horizon(vllm_config)
         super().__init__(config, device)
         self.horizon = self.num_speculative_steps
-        self.max_depth = min(options.max_depth or self.horizon, self.horizon)
+        self.max_depth = options.max_depth or self.horizon
         self.top_k = min(options.top_k or options.num_nodes, options.num_nodes, self.vocab_size)
         self.store = TreeStore(self.max_num_reqs, options.num_nodes, device)
         self._batch = TreeStore(self.max_num_reqs, options.num_nodes, device)

@@ -51,7 +51,7 @@ class TreeRunnerMixin:
             self.speculative_config,
             self.device,
             self.tree_store,
-            self.speculator.max_depth,
+            tree_options(self.vllm_config),
         )
 
     def add_requests(self, scheduler_output: Any) -> None:

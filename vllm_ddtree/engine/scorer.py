@@ -7,6 +7,7 @@ prefix, drew it with the noise it would have used without speculation, so the te
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_ddtree import ops
 from vllm_ddtree.engine.state import TreeStore
+from vllm_ddtree.options import TreeOptions
 
 
 @dataclass
@@ -47,11 +49,13 @@ class TreeScorer(RejectionSampler):
         spec_config: SpeculativeConfig,
         device: torch.device,
         store: TreeStore,
-        max_depth: int,
+        options: TreeOptions,
     ) -> None:
         super().__init__(sampler, spec_config, device)
+        assert options.max_depth is not None
         self.store = store
-        self.max_depth = max_depth
+        self.max_depth = options.max_depth
+        self.synthetic_length = options.synthetic_acceptance_length
         self.accepted: Accepted | None = None
         self._chunks: list[Accepted] = []
         self._want_logprobs = False
@@ -104,16 +108,22 @@ class TreeScorer(RejectionSampler):
         predict = torch.empty(n * width, dtype=torch.int64, device=drawn.device)
         accept_index = torch.empty(n, self.max_depth + 1, dtype=torch.int64, device=drawn.device)
         accept_token_num = torch.empty(n, dtype=torch.int32, device=drawn.device)
+        pointers = (self.store.next_token[idx_mapping], self.store.next_sibling[idx_mapping])
+        # A draft cut short by the scheduler is the smaller tree: pointers past its end lead nowhere.
         ops.walk(
             candidates,
-            self.store.next_token[idx_mapping],
-            self.store.next_sibling[idx_mapping],
+            *(torch.where(pointer > count[:, None], -1, pointer) for pointer in pointers),
             count,
             drawn[rows],
             predict,
             accept_index,
             accept_token_num,
         )
+        if self.synthetic_length is not None:
+            accept_index, accept_token_num = _impose_length(
+                self.synthetic_length, count, pos[starts], accept_index, width
+            )
+            predict = drawn[rows].flatten()
         self._chunks.append(Accepted(accept_index, accept_token_num))
         sampled = predict[accept_index.clamp(min=0)]
         if self._want_logprobs:
@@ -151,6 +161,27 @@ def _join(chunks: list[Accepted], width: int) -> Accepted:
         paths.append(torch.where(index < 0, index, index + offset * width))
         offset += index.shape[0]
     return Accepted(torch.cat(paths), torch.cat([chunk.accept_token_num for chunk in chunks]))
+
+
+def _impose_length(
+    mean: float, count: torch.Tensor, position: torch.Tensor, accept_index: torch.Tensor, q_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A path of the wanted length instead of the walk's, for benchmarks with dummy weights.
+
+    Its depth is the mean rounded up or down by the root's position, and its nodes are spread over the
+    tree, so that the commit moves as many rows as a real path would.
+    """
+    n, width = accept_index.shape[0], accept_index.shape[1]
+    wanted = mean - 1
+    # 0.618...: the golden ratio spreads consecutive positions evenly over [0, 1).
+    threshold = (position.double() * 0.6180339887498949) % 1.0
+    depth = (math.floor(wanted) + (threshold < wanted % 1.0)).clamp(max=width - 1)
+    depth = torch.minimum(depth.to(torch.int32), count)
+    step = torch.arange(width, device=count.device)
+    spread = torch.div(count, depth.clamp(min=1), rounding_mode="floor")
+    node = step * spread[:, None]
+    slots = torch.arange(n, device=count.device)[:, None] * q_len + node
+    return torch.where(step <= depth[:, None], slots, -1), depth
 
 
 def _put_path_first(

