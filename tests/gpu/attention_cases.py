@@ -32,18 +32,18 @@ class Case:
 
     def shared(self) -> dict:
         """Keyword arguments common to both kernels."""
-        return dict(
-            block_table=self.block_table,
-            cu_q=self.cu_q,
-            ctx=self.ctx,
-            mask=self.mask,
-            tree_len=self.tree_len,
-            max_query_len=max(self.lens),
-            num_reqs=len(self.lens),
-            scale=self.scale,
-            softcap=self.softcap,
-            sinks=self.sinks,
-        )
+        return {
+            "block_table": self.block_table,
+            "cu_q": self.cu_q,
+            "ctx": self.ctx,
+            "mask": self.mask,
+            "tree_len": self.tree_len,
+            "max_query_len": max(self.lens),
+            "num_reqs": len(self.lens),
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+        }
 
 
 def pack_rows(visible: torch.Tensor, words: int) -> torch.Tensor:
@@ -81,7 +81,7 @@ def make_case(
     sinks: bool = False,
     seed: int = 0,
 ) -> Case:
-    """Request r: ``trees[r]`` tree rows (0: causal) of ``query_lens[r]`` rows over ``contexts[r]`` keys."""
+    """Request r has ``query_lens[r]`` rows over ``contexts[r]`` keys: a tree if as many as ``trees[r]``."""
     g = torch.Generator().manual_seed(seed)
     lens = query_lens or [max(t, 1) for t in trees]
     q_len = q_len or max(max(trees), 1)
@@ -102,8 +102,7 @@ def make_case(
     visible = []
     for r, (t, n) in enumerate(zip(trees, lens, strict=True)):
         tree = random_tree(t, g) if t else torch.zeros(0, 0, dtype=torch.bool)
-        full = torch.eye(n, dtype=torch.bool) if t else torch.tril(torch.ones(n, n, dtype=torch.bool))
-        full[:t, :t] = tree
+        full = tree if t == n else torch.tril(torch.ones(n, n, dtype=torch.bool))
         mask[r, :t] = pack_rows(tree, words)
         visible.append(full)
     cu_q = torch.tensor([0, *lens]).cumsum(0).to(torch.int32)

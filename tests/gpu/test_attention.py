@@ -57,10 +57,13 @@ def error(case, got):
     return diff.max().item()
 
 
-# ragged: a whole tree, a short one, a root alone (plain decoding), a causal row, unused rows, no context
-RAGGED = dict(
-    trees=[9, 4, 1, 0, 6, 9], query_lens=[9, 4, 1, 5, 8, 9], contexts=[37, 0, 16, 20, 3, 0], q_len=9
-)
+# a full tree, a short one, a root alone (plain decoding), a prompt, a prompt with drafts, no context
+RAGGED = {
+    "trees": [9, 4, 1, 0, 6, 9],
+    "query_lens": [9, 4, 1, 5, 8, 9],
+    "contexts": [37, 0, 16, 20, 3, 0],
+    "q_len": 9,
+}
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
@@ -74,15 +77,15 @@ def test_ragged_batch_in_float32(run, group):
 @pytest.mark.parametrize(
     "options",
     [
-        dict(layout="NHD", block_size=32),
-        dict(softcap=3.0),
-        dict(sinks=True),
-        dict(head_size=24),
+        {"layout": "NHD", "block_size": 32},
+        {"softcap": 3.0},
+        {"sinks": True},
+        {"head_size": 24},
     ],
     ids=["nhd", "softcap", "sinks", "odd head size"],
 )
 def test_options_in_float32(run, options):
-    shape = dict(group=2, kv_heads=2, head_size=16, dtype=torch.float32, device=DEVICE) | options
+    shape = {"group": 2, "kv_heads": 2, "head_size": 16, "dtype": torch.float32, "device": DEVICE} | options
     case = make_case(**RAGGED, **shape)
     assert error(case, run(case)) < ATOL[torch.float32]
 
@@ -141,6 +144,8 @@ def test_strided_head_dimension_is_refused():
 )
 @pytest.mark.parametrize("run", [run_seeded, run_fused], ids=["seeded", "fused"])
 def test_large_ragged_batch(run, head_size, group, block_size, dtype):
+    if dtype == torch.float32 and head_size > 128:
+        pytest.skip("compiles for half a minute; head size 256 is covered by the other types")
     case = make_case(
         [65, 17, 1, 0, 40, 65, 2], [1000, 0, 33, 70, 4097, 1, 129],
         query_lens=[65, 17, 1, 50, 65, 65, 2], q_len=65,

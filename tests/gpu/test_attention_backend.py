@@ -96,9 +96,12 @@ def make_builder(graphs=False, kv_dtype="auto", dtype=torch.bfloat16):
 
 def make_impl(kv_dtype="auto"):
     heads = SHAPE["kv_heads"] * SHAPE["group"]
-    return backend.TreeFlashAttentionImpl(
+    impl = backend.TreeFlashAttentionImpl(
         heads, SHAPE["head_size"], SHAPE["head_size"] ** -0.5, SHAPE["kv_heads"], None, None, kv_dtype
     )
+    if not CUDA:
+        impl.vllm_flash_attn_version = 3
+    return impl
 
 
 def set_state(case, num_tree_reqs):
@@ -180,10 +183,10 @@ def test_trees_with_prompts_behind(graphs):
 
 
 def test_a_stale_mask_shows():
-    """The forward comparison can fail: with another batch's trees the error is far over tolerance."""
+    """The forward comparison can fail: with one request's mask lost the error is far over tolerance."""
     case = make_case(**TREES, **SHAPE)
     step = set_state(case, 3)
-    step.mask[0], step.tree_len[0] = step.mask[4].clone(), 20
+    step.mask[0] = step.mask[15]  # never set: every row sees itself only
     assert error(case, forward(case, make_builder().build(0, common_of(case)))) > 5 * ATOL
 
 

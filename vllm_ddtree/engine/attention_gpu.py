@@ -47,10 +47,11 @@ class TreePlan:
 
     Attributes:
         context: FlashAttention metadata of these rows with context lengths as ``seq_lens``, non-causal.
-        ctx: [num_reqs] int32, the persistent buffer of context lengths.
+        ctx: [num_reqs] int32 context lengths, a view of a persistent buffer.
         mask, tree_len: the step's ancestor bits and tree sizes, in batch order (persistent).
         num_reqs, num_tokens, max_query_len: host shapes of these rows.
         rest: vLLM's metadata of the rows behind, or None.
+        float32: the fused kernel is the only path, for draft layers too.
         non_causal: these rows all see each other (float32 draft layers).
     """
 
@@ -62,6 +63,7 @@ class TreePlan:
     num_tokens: int
     max_query_len: int
     rest: FlashAttentionMetadata | None = None
+    float32: bool = False
     non_causal: bool = False
 
 
@@ -151,7 +153,7 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
                 common, rows, common.num_reqs, tokens, common.num_actual_tokens, int(lens.max())
             )
             rest = super().build(common_prefix_len, behind, fast_build)
-        plan = TreePlan(context, ctx, step.mask, step.tree_len, rows, tokens, widest, rest)
+        plan = TreePlan(context, ctx[:rows], step.mask, step.tree_len, rows, tokens, widest, rest)
         return self._with_plan(common, context, plan)
 
     def _draft_only(self) -> bool:
@@ -201,6 +203,7 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
             common.num_reqs,
             common.num_actual_tokens,
             widest,
+            float32=True,
             non_causal=not common.causal,
         )
         return self._with_plan(common, context, plan)
@@ -252,8 +255,7 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
     ) -> torch.Tensor:
         """Attend one step; shapes as in vLLM's FlashAttention."""
         plan = getattr(attn_metadata, "tree", None)
-        float32 = query.dtype == torch.float32
-        if plan is None or (getattr(layer, "is_draft_layer", False) and not float32):
+        if plan is None or (getattr(layer, "is_draft_layer", False) and not plan.float32):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
@@ -262,9 +264,7 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
                 "ddtree's GPU attention can't quantize its output; turn that fusion off."
             )
         tokens = plan.num_tokens
-        self._attend_trees(
-            layer, query[:tokens], kv_cache, plan, output[:tokens], fused=self._fused or float32
-        )
+        self._attend_trees(layer, query[:tokens], kv_cache, plan, output[:tokens])
         if plan.rest is not None:
             super().forward(layer, query[tokens:], key, value, kv_cache, plan.rest, output[tokens:])
         return output
@@ -276,7 +276,6 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
         kv_cache: torch.Tensor,
         plan: TreePlan,
         output: torch.Tensor,
-        fused: bool,
     ) -> None:
         context = plan.context
         # The cache is [blocks, heads, slots, K|V]; FlashAttention and our kernel want slots before heads.
@@ -290,23 +289,23 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
             value_cache = value_cache.view(current_platform.fp8_dtype())
         if self._sms is None:
             self._sms = _num_sms(query.device)
-        shared: dict[str, Any] = dict(
-            block_table=context.block_table,
-            cu_q=context.query_start_loc,
-            ctx=plan.ctx,
-            mask=plan.mask,
-            tree_len=plan.tree_len,
-            max_query_len=plan.max_query_len,
-            num_reqs=plan.num_reqs,
-            scale=self.scale,
-            softcap=float(self.logits_soft_cap),
-            sinks=self.sinks,
-            non_causal=plan.non_causal,
-        )
+        shared: dict[str, Any] = {
+            "block_table": context.block_table,
+            "cu_q": context.query_start_loc,
+            "ctx": plan.ctx,
+            "mask": plan.mask,
+            "tree_len": plan.tree_len,
+            "max_query_len": plan.max_query_len,
+            "num_reqs": plan.num_reqs,
+            "scale": self.scale,
+            "softcap": float(self.logits_soft_cap),
+            "sinks": self.sinks,
+            "non_causal": plan.non_causal,
+        }
         if quantized:
             shared.update(q_scale=layer._q_scale, k_scale=layer._k_scale, v_scale=layer._v_scale)
         output = output.view(query.shape)
-        if fused:
+        if self._fused or plan.float32:
             paged_tree_attention(query, key_cache, value_cache, output, num_sms=self._sms, **shared)
             return
 

@@ -55,7 +55,6 @@ def begin_step(
     positions.copy_(torch.where(verified[row], context + depth, positions))
 
     step.mask[:n].copy_(store.mask[state])
-    step.tree_len.zero_()
     step.tree_len[:n].copy_(torch.where(verified, num_logits, 0))
 
     logits_start = batch.cu_num_logits[:-1].long()

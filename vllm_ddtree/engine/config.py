@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -72,8 +73,10 @@ def create_tree_config(
         raise checks.refusal(problems)
 
     if current_platform.is_cuda():
-        # The drafter keeps vLLM's own backend; only the target's layers see a tree.
-        rest.setdefault("attention_backend", "FLASH_ATTN")
+        # The drafter keeps vLLM's own backend; only the target's layers see a tree. FlashAttention has no
+        # float32, ours has.
+        float32 = target_model_config.dtype == torch.float32
+        rest.setdefault("attention_backend", "CUSTOM" if float32 else "FLASH_ATTN")
     rest.update(method="dflash", num_speculative_tokens=options.num_nodes)
     engine_args.speculative_config = rest
     try:

@@ -68,7 +68,9 @@ class TreeRunnerMixin:
         set_tree_state(self.tree_step)
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         self._slot_mappings = slot_mappings
+        # Attention takes rows of length 0 for causal; a length left from an earlier step would mask them.
         self.tree_step.num_tree_reqs = 0
+        self.tree_step.tree_len.zero_()
         if input_batch.num_draft_tokens > 0:
             commit.begin_step(
                 self.tree_store,

@@ -21,6 +21,11 @@ class TreeWorker(Worker):
     def _make_model_runner(self) -> Any:
         if not self.use_v2_model_runner:
             raise ValueError("ddtree needs vLLM's Model Runner V2; set VLLM_USE_V2_MODEL_RUNNER=1.")
+        from vllm_ddtree.engine import attention_gpu, checks
+
+        problems = attention_gpu.probe()
+        if problems:
+            raise checks.refusal(problems)
         # A member of the enum, not a new name: spawned workers could not unpickle one.
         register_backend(
             AttentionBackendEnum.CUSTOM, "vllm_ddtree.engine.attention_gpu.TreeFlashAttentionBackend"

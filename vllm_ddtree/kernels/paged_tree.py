@@ -67,8 +67,8 @@ def paged_tree_attention(
     """Attention of query rows over context and tree.
 
     Args:
-        q, key_cache, value_cache, num_sms, shared: as in ``tree_attention_``. Query rows of requests with
-            ``tree_len`` 0 are causal, so prompts can be in the batch too.
+        q, key_cache, value_cache, num_sms, shared: as in ``tree_attention_``. Requests whose
+            ``tree_len`` is not their query length are causal, so prompts can be in the batch too.
         out: [tokens, q heads, D] in fp16, bf16 or float32; rows from ``cu_q[-1]`` on are left undefined.
         num_splits, block_m: force a shape (tests); ``num_splits`` is a power of two.
 

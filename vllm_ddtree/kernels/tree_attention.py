@@ -129,7 +129,9 @@ def tree_attention_kernel(
     head = kv_head * GROUP + pair % GROUP
     token = (start + row).to(tl.int64)
     ctx = tl.load(ctx_ptr + req)
-    tree_len = tl.load(tree_len_ptr + req)
+    # Prompt tokens with drafts behind them are no tree: only a request that is a tree as a whole has a mask.
+    tree_rows = tl.where(tl.load(tree_len_ptr + req) == n, n, 0)
+    in_tree = live & (row < tree_rows)
 
     dims = tl.arange(0, BLOCK_D)
     dim_live = live[:, None] & (dims < D)[None, :]
@@ -189,7 +191,6 @@ def tree_attention_kernel(
         # Topological order: keys behind the tile's last query are visible to none of its rows.
         last = n if NON_CAUSAL else tl.minimum(((tile + 1) * BLOCK_M - 1) // GROUP + 1, n)
         bits_row = mask_ptr + req.to(tl.int64) * stride_mask_r + row * stride_mask_q
-        in_tree = live & (row < tree_len)
         for at in tl.range(0, last, BLOCK_N):
             j = at + tl.arange(0, BLOCK_N)
             ok = j < n
@@ -199,17 +200,10 @@ def tree_attention_kernel(
             v = _load_keys(
                 v_head, table_row, ctx + j, ok, block_size, stride_v_block, stride_v_slot, D, BLOCK_D
             )
-            # Rows that form no tree (prompt tokens, plain decoding) are causal.
-            words = tl.load(
-                bits_row[:, None] + (j // 32)[None, :],
-                mask=in_tree[:, None] & (j < tree_len)[None, :],
-                other=0,
-            )
+            words_at = bits_row[:, None] + (j // 32)[None, :]
+            words = tl.load(words_at, mask=in_tree[:, None] & ok[None, :], other=0)
             ancestor = ((words >> (j % 32)[None, :]) & 1) != 0
-            # Behind a tree come rows that nobody reads; seeing themselves keeps them finite.
-            own = j[None, :] == row[:, None]
-            linear = own | ((j[None, :] < row[:, None]) & (tree_len == 0))
-            allowed = tl.where(in_tree[:, None], ancestor, linear) & ok[None, :]
+            allowed = tl.where(in_tree[:, None], ancestor, j[None, :] <= row[:, None]) & ok[None, :]
             if NON_CAUSAL:
                 allowed = (row[:, None] >= 0) & ok[None, :]
             acc, m, total = _step(
@@ -375,7 +369,8 @@ def tree_attention_(
         block_m: force a tile shape (tests).
         shared: ``block_table`` [R, max blocks] int32, ``cu_q`` [R + 1] int32, ``ctx`` [R] int32, ``mask``
             [>= R, q_len, words] int32 with bit j of row i set iff j is i or its ancestor, ``tree_len``
-            [>= R] int32 (0: the row is causal), ``max_query_len``, ``num_reqs``, ``scale``, and
+            [>= R] int32 (a request whose query length differs is causal),
+            ``max_query_len``, ``num_reqs``, ``scale``, and
             optionally ``softcap``, ``sinks`` (not in the context part), ``q_scale``, ``k_scale``, ``v_scale``
             (one number or one per KV head, on the device), ``non_causal`` (every row sees every row).
 

@@ -1,0 +1,41 @@
+"""A drafter that knows the answer, hidden behind wrong siblings: few steps, long non-first paths.
+
+The engine, its drafter and its scheduler are real; only the logits between drafting and building are
+replaced. At every depth the true next token is the drafter's third choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from vllm_ddtree.engine.proposer import TreeSpeculator
+
+
+@contextlib.contextmanager
+def oracle(texts: list[list[int]]) -> Iterator[None]:
+    """Make every TreeSpeculator draft the continuation of known texts (prompt and answer).
+
+    A request is recognised by the text that has its last token at its position; where several have, any
+    of them may be drafted, which costs acceptance but never correctness.
+    """
+    build = TreeSpeculator._build
+
+    def known(self: Any, num_reqs: int, logits: torch.Tensor) -> None:
+        stride = self.num_query_per_req
+        anchors = self.input_buffers.input_ids[: num_reqs * stride : stride].tolist()
+        positions = self.sample_pos[: num_reqs * self.horizon : self.horizon].tolist()
+        logits, vocab = torch.full_like(logits, -30.0), logits.shape[-1]
+        for row, (anchor, position) in enumerate(zip(anchors, positions, strict=True)):
+            text = next((t for t in texts if position <= len(t) and t[position - 1] == anchor), [])
+            for depth, token in enumerate(text[position : position + logits.shape[1]]):
+                for rank, choice in enumerate((token + 1, token + 2, token)):
+                    logits[row, depth, choice % vocab] = -0.5 * (rank + 1)
+        build(self, num_reqs, logits)
+
+    with mock.patch.object(TreeSpeculator, "_build", known):
+        yield

@@ -1,0 +1,152 @@
+"""The CPU mode's stand-ins return what vLLM's own kernels are defined to return."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.worker.gpu import structured_outputs
+from vllm.v1.worker.gpu.sample import gumbel
+
+from vllm_ddtree.engine import cpu_mode
+
+VOCAB = 1100  # two blocks of the gumbel kernel, and no multiple of 32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed():
+    cpu_mode.install_torch_kernels()
+
+
+@pytest.fixture
+def stock_gumbel():
+    """vLLM's own gumbel_sample, still running its Triton kernel."""
+    from vllm.triton_utils.dispatcher import _registry
+
+    return _registry["vllm.v1.worker.gpu.sample.gumbel.gumbel_sample"][0]
+
+
+def _draw(function, logits, temperatures, rows=None, **more):
+    rows = torch.arange(len(logits)) if rows is None else rows
+    temperature = torch.tensor(temperatures, dtype=torch.float32)
+    seeds = torch.arange(len(temperature)) * 7919 + 3
+    places = torch.arange(len(logits)) + 11
+    return function(logits, rows, temperature, seeds, places, False, False, **more)
+
+
+def test_installing_twice_keeps_the_first(stock_gumbel):
+    before = gumbel.gumbel_sample
+    cpu_mode.install_torch_kernels()
+    assert gumbel.gumbel_sample is before
+    assert before is not stock_gumbel
+
+
+@pytest.mark.parametrize("temperatures", [[0.0] * 4, [0.0, 1.0, 0.7, 0.0], [1.0] * 4])
+@pytest.mark.parametrize("fp64", [False, True])
+def test_gumbel_draws_the_stock_tokens(stock_gumbel, temperatures, fp64):
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(5)) * 3
+    expected = _draw(stock_gumbel, logits.clone(), temperatures, use_fp64=fp64)
+    found = _draw(gumbel.gumbel_sample, logits.clone(), temperatures, use_fp64=fp64)
+    assert found.tolist() == expected.tolist()
+    assert found.dtype == expected.dtype
+    if any(temperatures):
+        assert found.tolist() != logits.argmax(dim=-1).tolist()
+
+
+def test_gumbel_takes_the_first_of_equals(stock_gumbel):
+    logits = torch.zeros(3, VOCAB)
+    logits[0, [5, 900, 1050]] = 2.0  # equals in one block and across blocks
+    logits[1, [1030, 1090]] = 2.0
+    logits[2] = float("-inf")
+    expected = _draw(stock_gumbel, logits.clone(), [0.0] * 3)
+    assert _draw(gumbel.gumbel_sample, logits, [0.0] * 3).tolist() == expected.tolist()
+    assert expected.tolist() == [5, 1030, 0]
+
+
+def test_gumbel_ignores_padding_rows(stock_gumbel):
+    """Row index -1 is padding: temperature 0, whatever the last request's is."""
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(6))
+    rows = torch.tensor([-1, 0])
+    expected = _draw(stock_gumbel, logits.clone(), [0.0, 1.0], rows)
+    assert _draw(gumbel.gumbel_sample, logits, [0.0, 1.0], rows).tolist() == expected.tolist()
+
+
+def test_gumbel_fills_the_logits_cache():
+    """A draft that asks for its logits to be kept gets them, greedy or not."""
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(7))
+    cache = torch.zeros(2, 1, VOCAB)
+    more = {"logits_cache": cache, "logits_cache_col": torch.tensor(0)}
+    _draw(gumbel.gumbel_sample, logits, [0.0, 0.0], **more)
+    assert torch.equal(cache[:, 0], logits)
+    cache.zero_()
+    arguments = (torch.arange(2), torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.arange(2))
+    gumbel.gumbel_sample(logits, *arguments, False, False, cache, torch.tensor(0))
+    assert torch.equal(cache[:, 0], logits)
+
+
+def _kept(row, k, p):
+    """Indices that top-k then top-p keep, by definition; ``row`` without equal values."""
+    order = np.argsort(-row.astype(np.float64))
+    order = order[: k if k is not None else None]
+    weight = np.exp(row[order].astype(np.float64) - row.max())
+    weight /= weight.sum()
+    before = np.cumsum(weight) - weight  # kept while what lies above it is less than p
+    return set(order[before < (1.0 if p is None else p)].tolist())
+
+
+@pytest.mark.parametrize("ks", [None, [1, 5, VOCAB]])
+@pytest.mark.parametrize("ps", [None, [0.3, 0.9, 1.0]])
+def test_top_k_top_p_keeps_what_the_definition_keeps(ks, ps):
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(8)) * 3
+    k = None if ks is None else torch.tensor(ks, dtype=torch.int32)
+    p = None if ps is None else torch.tensor(ps)
+    masked = topk_topp_sampler.apply_top_k_top_p(logits.clone(), k, p)
+    for i, row in enumerate(masked):
+        kept = torch.isfinite(row)
+        wanted = _kept(logits[i].numpy(), None if ks is None else ks[i], None if ps is None else ps[i])
+        if ps is None or ps[i] < 1.0:
+            assert set(kept.nonzero().flatten().tolist()) == wanted
+        assert torch.equal(row[kept], logits[i][kept])
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 64])
+def test_grammar_bitmask_bans_the_zero_bits(vocab):
+    """Three masks over two requests of 2 and 1 rows; a mask past its request's rows bans nothing."""
+    draw = np.random.default_rng(9)
+    words = -(-vocab // 32)
+    packed = draw.integers(-(2**31), 2**31, size=(4, words), dtype=np.int64).astype(np.int32)
+    stride = 8
+    mapping = torch.tensor([0, 1, stride, stride + 1], dtype=torch.int32)
+    logits = torch.zeros(3, vocab)
+    structured_outputs._apply_grammar_bitmask_kernel[(4, 1)](
+        logits, vocab, mapping, torch.tensor([0, 2, 3], dtype=torch.int32), torch.from_numpy(packed),
+        words, vocab, MASK_STRIDE=stride, BLOCK_SIZE=8192,
+    )  # fmt: skip
+    allowed = np.unpackbits(packed.view(np.uint8), axis=1, bitorder="little")[:3, :vocab].astype(bool)
+    assert np.array_equal(np.isneginf(logits.numpy()), ~allowed)
+
+
+@pytest.mark.parametrize("name", ["TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER"])
+def test_problem_names_what_to_set(monkeypatch, name):
+    assert cpu_mode.cpu_mode_problem() is None
+    monkeypatch.delenv(name)
+    problem = cpu_mode.cpu_mode_problem()
+    assert problem is not None
+    assert f"{name}=1" in problem
+    monkeypatch.setenv(name, "0")
+    assert f"{name}=1" in (cpu_mode.cpu_mode_problem() or "")
+
+
+def test_platform_hook_touches_nothing_unless_asked(monkeypatch):
+    from triton.backends import backends
+
+    before = dict(backends)
+    monkeypatch.delitem(backends, "cpu")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    cpu_mode.platform_hook()
+    assert "cpu" not in backends
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    cpu_mode.platform_hook()
+    assert set(backends) == set(before)
+    assert backends["cpu"].driver.is_active()
