@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from vllm.triton_utils import tl, triton
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu import structured_outputs
 from vllm.v1.worker.gpu.sample import gumbel
 
-from vllm_ddtree.engine import cpu_mode
+from vllm_ddtree.engine import cpu_kernels, cpu_mode
 
 VOCAB = 1100  # two blocks of the gumbel kernel, and no multiple of 32
 
@@ -54,6 +55,40 @@ def test_gumbel_draws_the_stock_tokens(stock_gumbel, temperatures, fp64):
         assert found.tolist() != logits.argmax(dim=-1).tolist()
 
 
+@triton.jit
+def _noise_kernel(out_ptr, seed_ptr, pos_ptr, SIZE: tl.constexpr):
+    """The middle of vLLM's gumbel_noised_argmax, from its own helpers."""
+    token = tl.arange(0, SIZE)
+    u = gumbel.murmur3_uniform32(tl.load(seed_ptr), tl.load(pos_ptr), token)
+    tl.store(out_ptr + token, -tl.log(-gumbel._log1p_neg_stable(u)))
+
+
+@pytest.mark.parametrize("seed, pos", [(0, 0), (42, 7), (-3, 131071), (2**62 + 12345, (1 << 30) + 9)])
+def test_gumbel_noise_is_the_stock_noise_bit_by_bit(seed, pos):
+    size = 16384
+    expected = torch.empty(size)
+    _noise_kernel[(1,)](expected, torch.tensor(seed), torch.tensor(pos), SIZE=size)
+    found = cpu_kernels._gumbel_noise(seed, pos, size)
+    assert np.array_equal(found.view(np.int32), expected.numpy().view(np.int32))
+    assert found.std() > 1.2  # a Gumbel's is 1.28
+
+
+@pytest.mark.parametrize("apply_temperature", [True, False])
+@pytest.mark.parametrize("is_drafting", [True, False])
+def test_gumbel_options(stock_gumbel, apply_temperature, is_drafting):
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(10)) * 4
+    arguments = (
+        torch.tensor([2, 0, 1, 1, 2, 0]),
+        torch.tensor([0.3, 0.0, 2.5]),
+        torch.tensor([17, 5, 2**40]),
+        torch.arange(6) * 50,
+        apply_temperature,
+        is_drafting,
+    )
+    expected = stock_gumbel(logits.clone(), *arguments).tolist()
+    assert gumbel.gumbel_sample(logits, *arguments).tolist() == expected
+
+
 def test_gumbel_takes_the_first_of_equals(stock_gumbel):
     logits = torch.zeros(3, VOCAB)
     logits[0, [5, 900, 1050]] = 2.0  # equals in one block and across blocks
@@ -77,7 +112,7 @@ def test_gumbel_fills_the_logits_cache():
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(7))
     cache = torch.zeros(2, 1, VOCAB)
     more = {"logits_cache": cache, "logits_cache_col": torch.tensor(0)}
-    _draw(gumbel.gumbel_sample, logits, [0.0, 0.0], **more)
+    assert _draw(gumbel.gumbel_sample, logits, [0.0, 0.0], **more).tolist() == logits.argmax(-1).tolist()
     assert torch.equal(cache[:, 0], logits)
     cache.zero_()
     arguments = (torch.arange(2), torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.arange(2))
