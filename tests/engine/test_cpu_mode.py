@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from vllm.triton_utils import tl, triton
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu import structured_outputs
 from vllm.v1.worker.gpu.sample import gumbel
+from vllm.v1.worker.gpu.spec_decode.dflash import speculator
 
 from vllm_ddtree.engine import cpu_kernels, cpu_mode
 
@@ -185,3 +188,62 @@ def test_platform_hook_touches_nothing_unless_asked(monkeypatch):
     cpu_mode.platform_hook()
     assert set(backends) == set(before)
     assert backends["cpu"].driver.is_active()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("from_anchor", [False, True])
+def test_drafter_inputs_are_the_stock_inputs(seed, from_anchor):
+    """Ragged requests, rejected rows, prefill chunks, null blocks, positions past the last block."""
+    draw = np.random.default_rng(seed)
+    reqs, most, width, block, tokens = int(draw.integers(1, 5)), 6, 8, 16, 300
+    lengths = draw.integers(1, 40, size=reqs)
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    context = draw.integers(0, 40, size=reqs)
+    ints = {"dtype": torch.int32}
+    batch = SimpleNamespace(
+        num_reqs=reqs,
+        num_scheduled_tokens=lengths,
+        positions=torch.from_numpy(
+            np.concatenate([np.arange(c, c + lengths[i]) for i, c in enumerate(context)])
+        ),
+        query_start_loc=torch.tensor(starts, **ints),
+        idx_mapping=torch.from_numpy(draw.permutation(most)[:reqs].astype(np.int32)),
+    )
+    inputs = {
+        "input_batch": batch,
+        "num_sampled": torch.from_numpy(draw.integers(0, 3, size=reqs).astype(np.int32)),
+        "num_rejected": torch.from_numpy((lengths * draw.random(reqs)).astype(np.int32)),
+        "last_sampled": torch.arange(100, 100 + most)[:, None],
+        "next_prefill_tokens": torch.arange(200, 200 + most, **ints),
+        "input_temperature": torch.rand(most),
+        "input_seeds": torch.arange(most) * 11,
+        "block_table": torch.from_numpy(draw.integers(0, 9, size=(most, 5)).astype(np.int32)),
+    }
+    scalars = dict(zip(
+        ("block_size", "cp_rank", "cp_size", "cp_interleave", "parallel_drafting_token_id"),
+        (block, 0, 1, 1, 7), strict=True,
+    ))  # fmt: skip
+    scalars |= {"num_query_per_req": width, "num_speculative_steps": width - (0 if from_anchor else 1)}
+    scalars |= {"max_num_reqs": most, "max_num_tokens": tokens, "max_model_len": 90}
+
+    def run(function):
+        names = ("query_slot_mapping", "context_positions", "context_slot_mapping", "sample_pos")
+        out = {name: torch.full((tokens,), -9) for name in names}
+        out["sample_indices"] = torch.full((most * width,), -9)
+        out["sample_idx_mapping"] = torch.full((most * width,), -9, **ints)
+        out |= {"temperature": torch.zeros(most), "seeds": torch.zeros(most, dtype=torch.int64)}
+        buffers = {"input_ids": torch.full((tokens,), -9, **ints), "positions": torch.full((tokens,), -9)}
+        buffers["query_start_loc"] = torch.full((most + 1,), -9, **ints)
+        buffers["seq_lens"] = torch.full((most,), -9, **ints)
+        function(
+            input_buffers=SimpleNamespace(**buffers),
+            **out,
+            **inputs,
+            **scalars,
+            sample_from_anchor=from_anchor,
+        )
+        return {name: tensor.tolist() for name, tensor in (out | buffers).items()}
+
+    expected = run(cpu_kernels._STOCK["prepare"])
+    assert run(speculator.prepare_dflash_inputs) == expected
+    assert any(value != -9 for value in expected["query_slot_mapping"])

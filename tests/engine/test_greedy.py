@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from engines import accepted_length, engine, generate, greedy, prompts, tree
 
-TOKENS = 10
+TOKENS = 6
 
 
 @pytest.fixture(scope="module")

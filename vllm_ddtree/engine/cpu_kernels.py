@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.worker.gpu.sample import gumbel
+from vllm.v1.worker.gpu.spec_decode.dflash import speculator
 
-# In a tuple, since register_kernels replaces the function in every module that holds it by name.
-_STOCK = (gumbel.gumbel_sample,)
+# In a dict, since register_kernels replaces a function in every module that holds it by name.
+_STOCK = {"sample": gumbel.gumbel_sample, "prepare": speculator.prepare_dflash_inputs}
 # Draws of drafts use positions beyond any real one (gumbel.py, _DRAFT_NOISE_SALT).
 _DRAFT_SALT = 1 << 30
 
@@ -30,6 +32,8 @@ def stand_ins() -> Mapping[str, Callable[..., Any]]:
         "vllm.v1.sample.ops.topk_topp_sampler.apply_top_k_top_p": apply_top_k_top_p,
         # 20 s for a step of 4 trees of 33 nodes; 10 ms here.
         "vllm.v1.worker.gpu.sample.gumbel.gumbel_sample": gumbel_sample,
+        # A third of a greedy tree step.
+        "vllm.v1.worker.gpu.spec_decode.dflash.speculator.prepare_dflash_inputs": prepare_dflash_inputs,
     }
 
 
@@ -81,7 +85,7 @@ def gumbel_sample(
         logits_cache[expanded_idx_mapping[real].long(), column, : logits.shape[1]] = source[real]
     if use_fp64:
         arguments = (expanded_idx_mapping, temperature, seed, pos, apply_temperature, is_drafting)
-        return _STOCK[0](logits, *arguments, use_fp64=True)
+        return _STOCK["sample"](logits, *arguments, use_fp64=True)
     real = expanded_idx_mapping >= 0
     rows = expanded_idx_mapping.clamp(min=0).long()
     row_temperature = torch.where(real, temperature[rows].float(), 0.0)
@@ -97,6 +101,81 @@ def gumbel_sample(
             scores[row] /= row_temperature[row].numpy()
         scores[row] += _gumbel_noise(int(key), int(place), scores.shape[1])
     return torch.from_numpy(scores.argmax(axis=-1))
+
+
+def prepare_dflash_inputs(
+    input_buffers: Any,
+    query_slot_mapping: torch.Tensor,
+    context_positions: torch.Tensor,
+    context_slot_mapping: torch.Tensor,
+    sample_indices: torch.Tensor,
+    sample_pos: torch.Tensor,
+    sample_idx_mapping: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    input_batch: Any,
+    num_sampled: torch.Tensor,
+    num_rejected: torch.Tensor,
+    last_sampled: torch.Tensor,
+    next_prefill_tokens: torch.Tensor,
+    input_temperature: torch.Tensor,
+    input_seeds: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    cp_rank: int,
+    cp_size: int,
+    cp_interleave: int,
+    parallel_drafting_token_id: int,
+    num_query_per_req: int,
+    num_speculative_steps: int,
+    max_num_reqs: int,
+    max_num_tokens: int,
+    max_model_len: int,
+    sample_from_anchor: bool = False,
+) -> None:
+    """Fill the drafter's input buffers; arguments as in vLLM's function."""
+    if cp_size != 1:
+        _STOCK["prepare"](**locals())
+        return
+    width, steps, count = num_query_per_req, num_speculative_steps, input_batch.num_reqs
+    first = 0 if sample_from_anchor else 1
+    offset = torch.arange(width)
+
+    def slots(row: int, positions: torch.Tensor) -> torch.Tensor:
+        block = block_table[row, (positions // block_size).clamp(max=block_table.shape[1] - 1)].long()
+        # Block 0 is vLLM's null block, which is never written.
+        return torch.where(block != 0, block * block_size + positions % block_size, PAD_SLOT_ID)
+
+    for row, state in enumerate(input_batch.idx_mapping[:count].tolist()):
+        begin, end = input_batch.query_start_loc[row : row + 2].tolist()
+        valid = end - int(num_rejected[row])
+        positions = input_batch.positions[begin:valid].long()
+        context_positions[begin:valid], context_positions[valid:end] = positions, 0
+        context_slot_mapping[begin:valid] = slots(row, positions)
+        context_slot_mapping[valid:end] = PAD_SLOT_ID
+
+        last = int(input_batch.positions[valid - 1])
+        query, own = slice(row * width, (row + 1) * width), last + 1 + offset
+        anchor = last_sampled if num_sampled[row] > 0 else next_prefill_tokens
+        input_buffers.input_ids[query] = parallel_drafting_token_id
+        input_buffers.input_ids[row * width] = anchor.flatten()[state]
+        input_buffers.positions[query] = own.clamp(max=max_model_len - 1)
+        query_slot_mapping[query] = slots(row, own)
+
+        # Only `steps` rows of a request are sampled from, whatever the block's width.
+        sample = slice(row * steps, row * steps + width - first)
+        sample_indices[sample] = (row * width + offset)[first:]
+        sample_pos[sample] = own[first:] + (1 if sample_from_anchor else 0)
+        sample_idx_mapping[sample] = state
+        input_buffers.query_start_loc[row] = row * width
+        input_buffers.seq_lens[row] = min(last + 1 + width, max_model_len)
+        temperature[state], seeds[state] = input_temperature[state], input_seeds[state]
+
+    input_buffers.query_start_loc[count : max_num_reqs + 1] = count * width
+    input_buffers.seq_lens[count:max_num_reqs] = 0
+    for buffer, value in ((sample_indices, 0), (sample_pos, 0), (sample_idx_mapping, -1)):
+        buffer[count * steps : max_num_reqs * steps] = value
+    query_slot_mapping[count * width : max_num_tokens] = PAD_SLOT_ID
 
 
 def normalize_context_k(model: Any, all_k: torch.Tensor) -> torch.Tensor:

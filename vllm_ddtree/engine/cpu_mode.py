@@ -73,9 +73,8 @@ def install_torch_kernels() -> None:
 
     if not current_platform.is_cpu():
         return
-    from vllm.triton_utils.dispatcher import register_kernels
-
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+    from vllm.triton_utils.dispatcher import register_kernels
 
     from vllm_ddtree.engine.cpu_kernels import normalize_context_k, stand_ins
 

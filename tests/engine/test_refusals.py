@@ -1,0 +1,99 @@
+"""Bad input stops start-up with one clear error that names everything wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from engines import SETTINGS, tree
+from tiny_models import make_drafter, make_target
+from vllm.engine.arg_utils import EngineArgs
+
+ARGS = {key: value for key, value in SETTINGS.items() if key != "seed"}
+
+
+def refuse(target, speculative, **changes):
+    """The text of the error that creating the engine's config raises."""
+    with pytest.raises(ValueError) as caught:
+        EngineArgs(model=target, speculative_config=speculative, **(ARGS | changes)).create_engine_config()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"block_size": 1}, "block_size is 1"),
+        ({"vocab_size": 300}, "vocabulary has 300 tokens, the target's 272"),
+        ({"hidden_size": 128}, "hidden size is 128, the target's 64"),
+        ({"dflash_config": {"mask_token_id": 258, "target_layer_ids": [0, 1, 7]}}, "[0, 1, 7] don't fit"),
+        ({"dflash_config": {"mask_token_id": 999, "target_layer_ids": [0, 1, 2]}}, "mask_token_id 999"),
+        ({"num_target_layers": 30}, "trained for a target of 30 layers"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "is not a DFlash model"),
+        ({"architectures": ["DFlash2DraftModel"]}, "drafts with another class"),
+    ],
+)
+def test_drafter_that_does_not_fit(tiny, tmp_path, change, words):
+    drafter = tmp_path / "drafter"
+    shutil.copytree(tiny[1], drafter)
+    config = json.loads((drafter / "config.json").read_text()) | change
+    (drafter / "config.json").write_text(json.dumps(config))
+    assert words in refuse(tiny[0], tree(16, model=str(drafter)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens = 0"),
+        ({"num_speculative_tokens": -3}, "num_speculative_tokens = -3"),
+        ({"num_speculative_tokens": 600}, "less than or equal to 512"),
+        ({"num_speculative_tokens": 400}, "max_num_batched_tokens >= 801"),
+        ({"ddtree_max_dept": 3}, "Did you mean 'ddtree_max_depth'?"),
+        ({"ddtree_max_depth": 0}, "ddtree_max_depth = 0"),
+        ({"draft_sample_method": "probabilistic"}, "draft_sample_method"),
+        ({"rejection_sample_method": "synthetic"}, "rejection_sample_method"),
+        ({"model": "/nowhere/at/all"}, "can't be read"),
+    ],
+)
+def test_bad_option(tiny, options, words):
+    assert words in refuse(tiny[0], {"method": "ddtree", "model": tiny[1], **options})
+
+
+def test_target_without_a_known_drafter(tiny):
+    assert "no public DFlash drafter is known" in refuse(tiny[0], {"method": "ddtree"})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
+            "sliding-window or chunked attention",
+        ),
+    ],
+)
+def test_target_that_is_refused(tmp_path, tiny, change, words):
+    target = make_target(tmp_path / "target", "qwen2", **change)
+    assert words in refuse(str(target), tree(16, model=tiny[1]))
+
+
+def test_parallel_layouts_that_are_refused(tiny):
+    text = refuse(tiny[0], tree(16, model=tiny[1]), pipeline_parallel_size=2)
+    assert "pipeline parallelism" in text
+
+
+def test_foreign_worker_class_is_refused(tiny):
+    text = refuse(tiny[0], tree(16, model=tiny[1]), worker_cls="some.other.Worker")
+    assert "--worker-cls is 'some.other.Worker'" in text
+
+
+def test_every_problem_is_listed_at_once(tmp_path, tiny):
+    drafter = make_drafter(tmp_path / "drafter", vocab_size=300, num_target_layers=9)
+    text = refuse(tiny[0], tree(16, model=str(drafter)), pipeline_parallel_size=2)
+    assert text.count("\n- ") == 3
+
+
+@pytest.mark.parametrize("missing", ["TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER"])
+def test_cpu_without_the_interpreter_names_what_to_set(tiny, monkeypatch, missing):
+    monkeypatch.setenv(missing, "0")
+    assert f"set {missing}=1" in refuse(tiny[0], tree(16, model=tiny[1]))
