@@ -66,7 +66,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--kv-gib", type=float, default=4.0)
-    parser.add_argument("--synthetic", type=float, nargs=2, metavar=("CHAIN", "TREE"), help="accepted lengths")
+    parser.add_argument(
+        "--synthetic", type=float, nargs=2, metavar=("CHAIN", "TREE"), help="accepted lengths"
+    )
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
@@ -101,7 +103,8 @@ def _start(args: argparse.Namespace) -> dict[str, Engine]:
         modes[f"tree{nodes}"] = {"speculative_config": tree | {"num_speculative_tokens": nodes}}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     engines = {
-        name: Engine(name, common | extra, args.out.with_suffix(f".{name}.log")) for name, extra in modes.items()
+        name: Engine(name, common | extra, args.out.with_suffix(f".{name}.log"))
+        for name, extra in modes.items()
     }
     for engine in engines.values():
         engine.receive()
@@ -134,14 +137,21 @@ def _prompts(args: argparse.Namespace) -> dict[str, list[Any]]:
 
 
 def _cell(
-    engines: dict[str, Engine], kind: str, texts: list[Any], temperature: float, batch: int, args: argparse.Namespace
+    engines: dict[str, Engine],
+    kind: str,
+    texts: list[Any],
+    temperature: float,
+    batch: int,
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     lengths: dict[str, list[float]] = {name: [] for name in engines}
     for round_ in range(args.rounds + 1):
         chosen = [texts[(round_ * batch + i) % len(texts)] for i in range(batch)]
         for name, engine in engines.items():
-            answer = engine.ask(prompts=chosen, temperature=temperature, max_tokens=args.max_tokens, seed=round_)
+            answer = engine.ask(
+                prompts=chosen, temperature=temperature, max_tokens=args.max_tokens, seed=round_
+            )
             if round_:  # round 0 warms up
                 speeds[name].append(answer["tokens"] / answer["seconds"])
                 lengths[name].append(answer["accepted_length"])

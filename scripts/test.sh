@@ -4,8 +4,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
 . scripts/env.sh
+say() { printf '[test] %s\n' "$1" >&2; }
+say "ruff"
 ruff check .
 ruff format --check .
-clang-format --dry-run -Werror $(git ls-files 'csrc/*')
+say "clang-format"
+find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' | xargs clang-format --dry-run -Werror
+say "mypy"
 mypy
+say "pytest (the first engine test takes a minute)"
 exec python -m pytest -q "$@"

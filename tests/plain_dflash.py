@@ -89,7 +89,12 @@ def greedy_text(model: torch.nn.Module, prompt: list[int], tokens: int) -> list[
 
 
 def accepted(
-    model: torch.nn.Module, drafter: PlainDrafter, prompt: list[int], answer: list[int], tokens: int, nodes: int
+    model: torch.nn.Module,
+    drafter: PlainDrafter,
+    prompt: list[int],
+    answer: list[int],
+    tokens: int,
+    nodes: int,
 ) -> tuple[int, int]:
     """(steps, accepted drafts) of emitting at least ``tokens`` tokens of ``answer``.
 

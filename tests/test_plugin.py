@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from vllm_ddtree import drafters, options, status
 
 ROOT = Path(__file__).parent.parent
@@ -21,7 +22,8 @@ def hidden(name: str) -> str:
     return (
         "import importlib.metadata as m, sys\n"
         "real = m.version\n"
-        f"def version(n):\n    if n in {name!r}.split(): raise m.PackageNotFoundError(n)\n    return real(n)\n"
+        f"def version(n):\n    if n in {name!r}.split(): raise m.PackageNotFoundError(n)\n"
+        "    return real(n)\n"
         "m.version = version\nsys.modules['vllm'] = None\n"
     )
 
@@ -85,7 +87,13 @@ def test_no_vllm_in_the_tree_logic():
 
 def test_options_are_split_from_vllms_keys():
     found, rest = options.split_options(
-        {"method": "ddtree", "model": "x", "num-speculative-tokens": 24, "ddtree_max_depth": 5, "revision": "r"}
+        {
+            "method": "ddtree",
+            "model": "x",
+            "num-speculative-tokens": 24,
+            "ddtree_max_depth": 5,
+            "revision": "r",
+        }
     )
     assert (found.num_nodes, found.max_depth) == (24, 5)
     assert rest == {"model": "x", "revision": "r"}

@@ -39,7 +39,9 @@ def test_mixed_requests_equal_no_speculation(tiny):
 @pytest.mark.parametrize("count", [0, 5])
 def test_logprobs_follow_the_path(tiny, count):
     asked = {"prompt_token_ids": prompts(1, seed=41)[0]}
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=count, prompt_logprobs=1)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=count, prompt_logprobs=1
+    )
     results = []
     for speculative in (None, tree(64)):
         with engine(tiny, speculative) as llm:

@@ -38,7 +38,7 @@ def test_text_is_unchanged(tiny, plain, case):
 
 def test_prefix_cache_hit_gives_the_same_text(tiny):
     asked = [prompts(1, seed=7)[0] * 40][0][:140]
-    with engine(tiny, tree(33)) as llm:
+    with engine(tiny, tree(33), block_size=32) as llm:
         first = generate(llm, [asked], greedy(TOKENS))
         again = generate(llm, [asked], greedy(TOKENS))
         values = {m.name: getattr(m, "value", 0) for m in llm.get_metrics()}

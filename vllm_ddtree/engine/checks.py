@@ -153,7 +153,9 @@ def drafter_problems(drafter: str, revision: str | None, target: Any) -> list[st
     except Exception as error:
         return [f"the drafter {drafter!r} can't be read: {type(error).__name__}: {error}"]
     if not config:
-        return [f"the drafter {drafter!r} has no config.json; a DFlash drafter's folder or model id is needed."]
+        return [
+            f"the drafter {drafter!r} has no config.json; a DFlash drafter's folder or model id is needed."
+        ]
     architectures = config.get("architectures") or []
     if any(name in _OTHER_SPECULATORS for name in architectures):
         return [
@@ -212,16 +214,18 @@ def resolved_problems(vllm_config: Any, options: TreeOptions) -> list[str]:
     needed = width + options.num_nodes
     if scheduler.max_num_batched_tokens < needed:
         problems.append(
-            f"{options.num_nodes} nodes need max_num_batched_tokens >= {needed} (the tree's rows and the draft "
-            f"slots vLLM reserves), found {scheduler.max_num_batched_tokens}. Raise it or take fewer nodes."
+            f"{options.num_nodes} nodes need max_num_batched_tokens >= {needed} (the tree's rows and the "
+            f"draft slots vLLM reserves), found {scheduler.max_num_batched_tokens}. Raise it or take fewer."
         )
     if width >= vllm_config.model_config.max_model_len:
         problems.append(
-            f"{options.num_nodes} nodes don't fit max_model_len {vllm_config.model_config.max_model_len}: a step "
-            "needs one cache slot per node. Take fewer nodes."
+            f"{options.num_nodes} nodes don't fit max_model_len {vllm_config.model_config.max_model_len}: "
+            "a step needs one cache slot per node. Take fewer nodes."
         )
     if vllm_config.cache_config.cache_dtype.endswith("per_token_head"):
-        problems.append("per-token-head KV scales can't be moved with the accepted path; use another kv dtype.")
+        problems.append(
+            "per-token-head KV scales can't be moved with the accepted path; use another kv dtype."
+        )
     return problems
 
 

@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_ddtree.drafters import find_drafter
 from vllm_ddtree.engine import checks
+from vllm_ddtree.engine.hooks import IS_TREE
 from vllm_ddtree.options import METHOD, TreeOptions, split_options
 
 logger = logging.getLogger("vllm_ddtree")
@@ -83,6 +84,7 @@ def create_tree_config(
         config = original(engine_args, target_model_config, target_parallel_config)
     finally:
         engine_args.speculative_config = user_config
+    setattr(config, IS_TREE, True)
     horizon = drafter_horizon(config)
     options = options.model_copy(update={"max_depth": min(options.max_depth or horizon, horizon)})
 

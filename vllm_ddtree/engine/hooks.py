@@ -18,6 +18,8 @@ from vllm_ddtree.options import METHOD
 from vllm_ddtree.status import version_problem
 
 _INSTALLED = "_ddtree_installed"
+# Set on the SpeculativeConfig of a ddtree engine, which otherwise says method=dflash.
+IS_TREE = "_ddtree"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,16 @@ def _wrap_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
+def _wrap_validate_spec_decode(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _validate_spec_decode(self: Any, speculative_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(speculative_config, IS_TREE, False):
+            return None
+        return original(self, speculative_config, *args, **kwargs)
+
+    return _validate_spec_decode
+
+
 HOOKS: tuple[Hook, ...] = (
     Hook(
         "vllm.engine.arg_utils",
@@ -78,6 +90,14 @@ HOOKS: tuple[Hook, ...] = (
         ("self",),
         "checks what is only known once every default is resolved (token budget, runner version)",
         _wrap_engine_config,
+    ),
+    Hook(
+        "vllm.sampling_params",
+        "SamplingParams",
+        "_validate_spec_decode",
+        ("self", "speculative_config"),
+        "vLLM turns min_p and logit_bias away with any speculation; they are exact at every node of a tree",
+        _wrap_validate_spec_decode,
     ),
 )
 

@@ -70,12 +70,23 @@ class TreeSpeculator(DFlashSpeculator):
         # A request that needs a chain keeps only the drafter's first choice at every depth.
         top[..., 1:].masked_fill_(store.is_chain[rows][:, None, None], float("-inf"))
         fresh = (batch.tokens, batch.parents, batch.depths, batch.node_logws)
-        ops.build(top, tokens, self._budgets[:num_reqs], *(t[:num_reqs] for t in fresh), batch.num_nodes[:num_reqs])
+        ops.build(
+            top, tokens, self._budgets[:num_reqs], *(t[:num_reqs] for t in fresh), batch.num_nodes[:num_reqs]
+        )
         parents, count = batch.parents[:num_reqs], batch.num_nodes[:num_reqs]
         pointers = (batch.next_token[:num_reqs], batch.next_sibling[:num_reqs])
         ops.retrieve(parents, count, self._retrieve_index[:num_reqs], *pointers)
         ops.ancestor_mask(parents, count, batch.mask[:num_reqs])
-        for name in ("tokens", "parents", "depths", "node_logws", "num_nodes", "next_token", "next_sibling", "mask"):
+        for name in (
+            "tokens",
+            "parents",
+            "depths",
+            "node_logws",
+            "num_nodes",
+            "next_token",
+            "next_sibling",
+            "mask",
+        ):
             getattr(store, name).index_copy_(0, rows, getattr(batch, name)[:num_reqs])
 
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:

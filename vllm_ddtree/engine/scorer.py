@@ -60,7 +60,9 @@ class TreeScorer(RejectionSampler):
         self._chunks: list[Accepted] = []
         self._want_logprobs = False
 
-    def __call__(self, logits: torch.Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any) -> SamplerOutput:
+    def __call__(
+        self, logits: torch.Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any
+    ) -> SamplerOutput:
         """Verify one batch; ``accepted`` then holds the paths of its requests."""
         self._chunks = []
         states = self.sampler.sampling_states
@@ -185,7 +187,11 @@ def _impose_length(
 
 
 def _put_path_first(
-    logits: torch.Tensor, processed: torch.Tensor, accept_index: torch.Tensor, starts: torch.Tensor, width: int
+    logits: torch.Tensor,
+    processed: torch.Tensor,
+    accept_index: torch.Tensor,
+    starts: torch.Tensor,
+    width: int,
 ) -> None:
     """Move the logits of the accepted path to the rows where a chain would have them.
 
@@ -200,5 +206,3 @@ def _put_path_first(
     for tensor in (logits, processed):
         if tensor.data_ptr() not in seen:
             seen[tensor.data_ptr()] = tensor.index_copy_(0, target, tensor.index_select(0, source))
-
-
