@@ -29,14 +29,16 @@ TEMPLATE = (
 
 def make_target(folder: Path, kind: str = "llama", **changes: Any) -> Path:
     """Write a target (kind llama, qwen2 or qwen3) with tokenizer; return its folder."""
+    # Qwen2 has no head_dim of its own, and vLLM's CPU attention takes multiples of 32 only.
+    heads, kv_heads = (HIDDEN // HEAD_DIM, 1) if kind == "qwen2" else (HEADS, KV_HEADS)
     config = {
         "architectures": [{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind] + "ForCausalLM"],
         "model_type": kind,
         "hidden_size": HIDDEN,
         "intermediate_size": FFN,
         "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": HEAD_DIM,
         "vocab_size": VOCAB,
         "max_position_embeddings": 2048,
@@ -55,7 +57,7 @@ def make_target(folder: Path, kind: str = "llama", **changes: Any) -> Path:
     weights["lm_head.weight"] = _matrix(noise, VOCAB, HIDDEN, scale=0.3)
     weights["model.norm.weight"] = torch.ones(HIDDEN)
     for layer in range(config["num_hidden_layers"]):
-        weights |= _layer(noise, f"model.layers.{layer}.", bias=kind == "qwen2", norms=kind == "qwen3")
+        weights |= _layer(noise, f"model.layers.{layer}.", heads, kv_heads, kind == "qwen2", kind == "qwen3")
     _write(folder, config, weights)
     _tokenizer().save_pretrained(folder)
     return folder
@@ -94,7 +96,7 @@ def make_drafter(folder: Path, **changes: Any) -> Path:
         "norm.weight": torch.ones(HIDDEN),
     }
     for layer in range(config["num_hidden_layers"]):
-        weights |= _layer(noise, f"layers.{layer}.", bias=False, norms=True)
+        weights |= _layer(noise, f"layers.{layer}.", HEADS, KV_HEADS, bias=False, norms=True)
     _write(folder, config, weights)
     return folder
 
@@ -103,12 +105,14 @@ def _matrix(noise: torch.Generator, rows: int, columns: int, scale: float | None
     return torch.randn(rows, columns, generator=noise) * (columns**-0.5 if scale is None else scale)
 
 
-def _layer(noise: torch.Generator, prefix: str, bias: bool, norms: bool) -> dict[str, torch.Tensor]:
+def _layer(
+    noise: torch.Generator, prefix: str, heads: int, kv_heads: int, bias: bool, norms: bool
+) -> dict[str, torch.Tensor]:
     sizes = {
-        "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
-        "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+        "self_attn.q_proj": (heads * HEAD_DIM, HIDDEN),
+        "self_attn.k_proj": (kv_heads * HEAD_DIM, HIDDEN),
+        "self_attn.v_proj": (kv_heads * HEAD_DIM, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, heads * HEAD_DIM),
         "mlp.gate_proj": (FFN, HIDDEN),
         "mlp.up_proj": (FFN, HIDDEN),
         "mlp.down_proj": (HIDDEN, FFN),
@@ -122,7 +126,7 @@ def _layer(noise: torch.Generator, prefix: str, bias: bool, norms: bool) -> dict
     if bias:
         for name in ("q", "k", "v"):
             size = sizes[f"self_attn.{name}_proj"][0]
-            weights[f"{prefix}self_attn.{name}_proj.bias"] = torch.zeros(size)
+            weights[f"{prefix}self_attn.{name}_proj.bias"] = 0.3 * torch.randn(size, generator=noise)
     return weights
 
 
