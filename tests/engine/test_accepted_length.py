@@ -38,3 +38,14 @@ def test_engine_equals_plain_pytorch(real, plain, nodes):
         assert generate(llm, asked, greedy(TOKENS)) == [answer[:TOKENS] for answer in answers]
         assert accepted_length(llm) == pytest.approx(expected, rel=0.01)
     assert expected > 1.5
+
+
+def test_a_tree_accepts_at_least_what_the_chain_does(plain):
+    model, drafter, asked, answers = plain
+
+    def length(nodes):
+        counts = [accepted(model, drafter, p, a, TOKENS, nodes) for p, a in zip(asked, answers, strict=True)]
+        return 1 + sum(total for _, total in counts) / sum(steps for steps, _ in counts)
+
+    chain = length(0)
+    assert all(length(nodes) >= chain for nodes in (16, 32, 64))

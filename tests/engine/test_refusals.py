@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from engines import SETTINGS, tree
 from tiny_models import make_drafter, make_target
 from vllm.engine.arg_utils import EngineArgs
+
+from vllm_ddtree.engine import checks
 
 ARGS = {key: value for key, value in SETTINGS.items() if key != "seed"}
 
@@ -97,3 +100,40 @@ def test_every_problem_is_listed_at_once(tmp_path, tiny):
 def test_cpu_without_the_interpreter_names_what_to_set(tiny, monkeypatch, missing):
     monkeypatch.setenv(missing, "0")
     assert f"set {missing}=1" in refuse(tiny[0], tree(16, model=tiny[1]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"use_mla": True}, "MLA"),
+        ({"is_hybrid": True}, "recurrent layers"),
+        ({"is_multimodal_model": True}, "multimodal"),
+        ({"runner_type": "pooling"}, "needs a generating model"),
+        ({"enable_trace_replay": True}, "trace replay"),
+    ],
+)
+def test_sentence_of_each_refused_kind_of_target(tiny, change, words):
+    """The real models can't be had here, so the flag that vLLM derives from them is set on a real config."""
+    config = EngineArgs(model=tiny[0], **ARGS).create_model_config()
+    assert checks.target_problems(config) == []
+    view = SimpleNamespace(
+        **{name: getattr(config, name) for name in FLAGS}, get_sliding_window=config.get_sliding_window
+    )
+    vars(view).update(change)
+    (problem,) = checks.target_problems(view)
+    assert words in problem
+
+
+FLAGS = (
+    "model",
+    "runner_type",
+    "hf_text_config",
+    "is_encoder_decoder",
+    "use_mla",
+    "is_hybrid",
+    "is_attention_free",
+    "is_multimodal_model",
+    "enable_trace_replay",
+    "return_sampling_mask",
+)

@@ -9,12 +9,12 @@ Invariant: the user's dict is not changed, so building the config twice gives th
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -23,7 +23,8 @@ from vllm_ddtree.engine import checks
 from vllm_ddtree.engine.hooks import IS_TREE
 from vllm_ddtree.options import METHOD, TreeOptions, split_options
 
-logger = logging.getLogger("vllm_ddtree")
+# A child of vLLM's logger, whose handlers and level the user already chose.
+logger = init_logger("vllm.ddtree")
 
 _CONFIG_KEY = METHOD
 _WORKERS = {

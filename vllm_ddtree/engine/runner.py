@@ -8,10 +8,10 @@ positions of every request are what a chain that accepted the same tokens would 
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
@@ -22,7 +22,8 @@ from vllm_ddtree.engine.proposer import TreeSpeculator
 from vllm_ddtree.engine.scorer import TreeScorer
 from vllm_ddtree.engine.state import TreeStep, TreeStore, set_tree_state
 
-logger = logging.getLogger("vllm_ddtree")
+# A child of vLLM's logger, whose handlers and level the user already chose.
+logger = init_logger("vllm.ddtree")
 
 
 class TreeRunnerMixin:
