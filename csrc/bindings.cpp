@@ -23,6 +23,27 @@ STABLE_TORCH_LIBRARY(ddtree, m) {
       "plan_moves(Tensor accept_index, Tensor query_start, int Q, Tensor slot_mapping, Tensor(a!) src, "
       "Tensor(b!) dst) -> ()");
   m.def("move_rows(Tensor(a!)[] views, Tensor table, Tensor src, Tensor dst) -> ()");
+  // A step's bookkeeping, CUDA only; elsewhere vllm_ddtree/step.py composes it from the ops above.
+  m.def("top_logps(Tensor logits, Tensor(a!) logps, Tensor(b!) tokens) -> ()");
+  m.def(
+      "build_trees(Tensor top_logps, Tensor top_tokens, Tensor budgets, Tensor rows, Tensor is_chain, "
+      "Tensor(a!) tokens, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!) node_logws, "
+      "Tensor(e!) num_nodes, Tensor(f!) next_token, Tensor(g!) next_sibling, Tensor(h!) mask, "
+      "Tensor(i!) drafts) -> ()");
+  m.def(
+      "begin_step(Tensor states, Tensor query_start, Tensor cu_logits, Tensor computed, Tensor depths, "
+      "Tensor mask, Tensor(a!) positions, Tensor(b!) local_pos, Tensor(c!) step_mask, "
+      "Tensor(d!) tree_len) -> ()");
+  m.def(
+      "walk_rows(Tensor drawn, Tensor drafts, Tensor cu_logits, Tensor states, Tensor next_token, "
+      "Tensor next_sibling, Tensor num_nodes, Tensor(a!) sampled, Tensor(b!) accept_index, "
+      "Tensor(c!) num_sampled) -> ()");
+  m.def(
+      "commit_cache(Tensor table, int row_bytes, Tensor accept_index, Tensor query_start, int Q, "
+      "Tensor slot_mapping) -> ()");
+  m.def(
+      "commit_rows(Tensor(a!)[] hidden, Tensor(b!) positions, Tensor accept_index, Tensor query_start, "
+      "Tensor states, Tensor computed, int Q) -> ()");
 }
 
 // torch.ops.load_library needs no Python module, but a wheel checker expects an abi3 module to have its

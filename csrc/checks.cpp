@@ -18,6 +18,20 @@ bool same_device(const Tensor& a, const Tensor& b) {
   return a.is_cuda() == b.is_cuda() && a.get_device_index() == b.get_device_index();
 }
 
+void expect_rank(const char* op, const char* name, const Tensor& tensor, int64_t rank) {
+  STD_TORCH_CHECK(tensor.dim() == rank, "ddtree::", op, " needs `", name, "` with ", rank,
+                  " dimensions; found ", tensor.dim(),
+                  ". See the docstring in vllm_ddtree/ops.py for its shape.");
+}
+
+void expect_root(const char* op, const char* name, int64_t q_len) {
+  STD_TORCH_CHECK(
+      q_len >= 1, "ddtree::", op, " needs `", name,
+      "` at least 1 wide, since slot 0 is the root; found width 0. Allocate max_nodes + 1 slots.");
+}
+
+}  // namespace
+
 void expect(const char* op, const char* name, const Tensor& tensor, ScalarType dtype,
             std::initializer_list<int64_t> shape, const Tensor& like) {
   bool good = tensor.scalar_type() == dtype && tensor.dim() == static_cast<int64_t>(shape.size()) &&
@@ -33,20 +47,6 @@ void expect(const char* op, const char* name, const Tensor& tensor, ScalarType d
       same_device(tensor, like) ? "" : ", on another device",
       ". The kernels read raw memory and convert nothing: allocate it with that dtype and shape.");
 }
-
-void expect_rank(const char* op, const char* name, const Tensor& tensor, int64_t rank) {
-  STD_TORCH_CHECK(tensor.dim() == rank, "ddtree::", op, " needs `", name, "` with ", rank,
-                  " dimensions; found ", tensor.dim(),
-                  ". See the docstring in vllm_ddtree/ops.py for its shape.");
-}
-
-void expect_root(const char* op, const char* name, int64_t q_len) {
-  STD_TORCH_CHECK(
-      q_len >= 1, "ddtree::", op, " needs `", name,
-      "` at least 1 wide, since slot 0 is the root; found width 0. Allocate max_nodes + 1 slots.");
-}
-
-}  // namespace
 
 BuildShape check_build(const Tensor& top_logps, const Tensor& top_tokens, const Tensor& budgets,
                        const Tensor& tokens, const Tensor& parents, const Tensor& depths,

@@ -31,6 +31,10 @@ struct MoveShape {
   int64_t n, moves;
 };
 
+// A contiguous tensor of that type and shape on the device of `like`, or a clear error.
+void expect(const char* op, const char* name, const Tensor& tensor, ScalarType dtype,
+            std::initializer_list<int64_t> shape, const Tensor& like);
+
 BuildShape check_build(const Tensor& top_logps, const Tensor& top_tokens, const Tensor& budgets,
                        const Tensor& tokens, const Tensor& parents, const Tensor& depths,
                        const Tensor& node_logws, const Tensor& num_nodes);

@@ -4,7 +4,7 @@
 
 Every cell (prompt set, temperature, batch) asks all engines in turn, several rounds; the table gives
 the median and the spread over rounds, losses included. Prompt sets are reported apart: HumanEval as
-plain text and chat. With ``--synthetic`` targets have dummy weights and accepted lengths are imposed.
+plain text and chat. ``--steady`` counts afterwards what the warm trees still wait for, compile or capture.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from bench_engine import Engine
+from bench_engine import Engine, modes
+from bench_plot import draw
+from check_steady import broken, steady
 
 CHAT = (
     "Explain why the sky is blue to a child.",
@@ -50,8 +52,15 @@ def main() -> None:
                 cells.append(_cell(engines, kind, texts, temperature, batch, args))
                 print(_row(cells[-1]), flush=True)
                 _write(args, cells)
-    for engine in engines.values():
+    for name, engine in engines.items():
+        if args.steady and name.startswith("tree"):
+            counts = steady(engine, args.batches)
+            cells.append({"steady": name} | counts)
+            print(f"{name}: {broken(counts) or 'no sync of ours, no compilation, no capture'}; {counts}")
+            engine.profile(args.out.with_suffix(f".{name}.profile.txt"))
+        _write(args, cells)
         engine.stop()
+    draw(args.out)
 
 
 def _arguments() -> argparse.Namespace:
@@ -66,9 +75,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--kv-gib", type=float, default=4.0)
-    parser.add_argument(
-        "--synthetic", type=float, nargs=2, metavar=("CHAIN", "TREE"), help="accepted lengths"
-    )
+    parser.add_argument("--steady", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
@@ -82,29 +89,12 @@ def _start(args: argparse.Namespace) -> dict[str, Engine]:
         "max_num_seqs": seqs,
         "max_num_batched_tokens": 16384,
         "kv_cache_memory_bytes": int(args.kv_gib * 2**30),
+        "gpu_memory_utilization": 0.05,  # only checked against free memory
     }
-    if args.synthetic:
-        common |= {"load_format": "dummy", "skip_tokenizer_init": True}
-    chain: dict[str, Any] = {"method": "dflash", "model": args.drafter, "num_speculative_tokens": 15}
-    tree: dict[str, Any] = {"method": "ddtree", "model": args.drafter}
-    if args.synthetic:
-        chain |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": args.synthetic[0]}
-        tree |= {"ddtree_synthetic_acceptance_length": args.synthetic[1]}
-    width = 16
-    modes: dict[str, dict[str, Any]] = {
-        "none": {},
-        # The chain gets graphs for its whole batches, as ddtree sets them for itself.
-        "chain": {
-            "speculative_config": chain,
-            "compilation_config": {"cudagraph_capture_sizes": _sizes(seqs, width)},
-        },
-    }
-    for nodes in args.nodes:
-        modes[f"tree{nodes}"] = {"speculative_config": tree | {"num_speculative_tokens": nodes}}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     engines = {
         name: Engine(name, common | extra, args.out.with_suffix(f".{name}.log"))
-        for name, extra in modes.items()
+        for name, extra in modes(args.drafter, args.nodes, seqs).items()
     }
     for engine in engines.values():
         engine.receive()
@@ -112,14 +102,7 @@ def _start(args: argparse.Namespace) -> dict[str, Engine]:
     return engines
 
 
-def _sizes(seqs: int, width: int) -> list[int]:
-    whole = {n * width for n in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64) if n <= seqs}
-    return sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, 512} | whole)
-
-
 def _prompts(args: argparse.Namespace) -> dict[str, list[Any]]:
-    if args.synthetic:
-        return {"synthetic": [[(7 * i + j) % 1000 + 100 for j in range(128)] for i in range(64)]}
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.target)

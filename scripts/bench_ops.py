@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from vllm_ddtree import ops, reference
+from vllm_ddtree import ops, reference, step
+from vllm_ddtree.engine.state import TreeStore
 
 
 def parse() -> argparse.Namespace:
@@ -31,7 +32,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, nargs="+", default=[16, 64, 256, 512])
     parser.add_argument("--depth", type=int, default=15, help="draft depths L; 15 for block-16 checkpoints")
     parser.add_argument("--vocab", type=int, default=32_000, help="V of walk_coins only")
+    parser.add_argument("--draft-vocab", type=int, default=151_936, help="V of top_logps (Qwen3)")
     parser.add_argument("--layers", type=int, default=36, help="layers of the moved cache (K and V each)")
+    parser.add_argument("--hidden", type=int, default=4096, help="width of the drafter's 5 hidden rows")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=16)
@@ -109,7 +112,30 @@ def cases(args: argparse.Namespace, n: int, nodes: int) -> dict[str, Callable[[]
     caches = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(args.layers)]
     views = [half for cache in caches for half in cache.unbind(1)]
     table = ops.make_move_table(views)
-    return {
+    store = TreeStore(n, nodes, torch.device(device))
+    rows = torch.arange(n, device=device)
+    order, cu = rows.int(), torch.arange(n + 1, **i32) * q
+    draft_logits = torch.randn(n * depth, args.draft_vocab, device=device, generator=gen).bfloat16()
+    drafts = torch.zeros(n, nodes, **i64)
+    step.build_trees(logps, ids, budgets, rows, store, drafts)
+    positions, local_pos = torch.arange(n * q, device=device), torch.zeros(n * q, **i32)
+    tree_len, step_mask = torch.zeros(n, **i32), torch.zeros_like(store.mask[:n])
+    computed = torch.zeros(n, **i32)
+    mover = step.CacheMover(views)
+    hidden = [torch.zeros(n * q, args.hidden, dtype=torch.bfloat16, device=device) for _ in range(5)]
+    flat = (drawn.flatten(), tokens.flatten().int(), cu, order, store, depth)
+    in_step = {
+        "step: top_logps": lambda: step.top_logps(draft_logits, min(nodes, 512)),
+        "step: torch topk": lambda: draft_logits.float().log_softmax(-1).topk(min(nodes, 512)),
+        "step: build_trees": lambda: step.build_trees(logps, ids, budgets, rows, store, drafts),
+        "step: begin_step": lambda: step.begin_step(
+            order, cu, cu, computed, store, positions, local_pos, step_mask, tree_len
+        ),
+        "step: walk_rows": lambda: step.walk_rows(*flat),
+        "step: commit cache": lambda: mover.move(accept, cu, q, slots),
+        "step: commit rows": lambda: step.commit_rows(hidden, positions, accept, cu, order, computed, q),
+    }
+    return in_step | {
         "build": lambda: ops.build(logps, ids, budgets, *tree),
         "build (many ties)": lambda: ops.build(coarse, ids, budgets, *tied),
         "retrieve": lambda: ops.retrieve(parents, counts, *pointers),

@@ -1,10 +1,14 @@
-"""The time of one decode step by stage, for Qwen3-8B's real shape with dummy weights.
+"""The time of one decode step by stage, and the speed at imposed accepted lengths, for Qwen3-8B's real shape.
 
     python scripts/bench_step.py --out result.json            (needs a GPU)
 
-Every mode runs in a process of its own. GPU time is taken with CUDA events around the stages of the
-model runner: verify (inputs, attention metadata, target forward), walk + commit (sampling included) and
-draft + build (drafter forward included); host time per step is the wall clock over the same steps.
+Weights are dummies, so accepted lengths are imposed on the chain and the trees (``--synthetic``: what is
+published for the pair). All engines are up at once and take turns. Per step, medians: GPU time between CUDA
+events around the stages of the model runner: verify (inputs, attention metadata, target forward),
+walk + commit (logits and sampling included) and draft + build (drafter forward included); ``own`` is what
+is ours alone of these outside the graphs (positions and masks, walk, commit; bench_ops.py times the build);
+the host's time in the same calls; the wall clock. Speed is accepted length over wall time, against no
+speculation in the same run.
 """
 
 from __future__ import annotations
@@ -13,12 +17,7 @@ import argparse
 import itertools
 import json
 import os
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,144 +26,75 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from bench_engine import Engine, modes
+from bench_models import write_configs
+from bench_plot import draw
+
 
 def main() -> None:
-    """Run every mode, print the table, write JSON."""
+    """Start every engine, measure every cell, print the table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--nodes", type=int, nargs="+", default=[16, 64, 128, 256])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--synthetic", type=float, nargs=2, metavar=("CHAIN", "TREE"), default=[7.79, 9.75])
+    parser.add_argument("--kv-gib", type=float, default=10.0, help="of each engine; bigger cells are skipped")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--mode", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.mode:
-        _measure(args)
-        return
-    rows: list[dict[str, Any]] = []
-    for mode in ["none", "chain", *(f"tree{n}" for n in args.nodes)]:
-        with tempfile.NamedTemporaryFile("w", suffix=".log", delete=False) as log:
-            result = subprocess.run(
-                [sys.executable, __file__, *sys.argv[1:], "--mode", mode],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-        found = [json.loads(line[2:]) for line in result.stdout.splitlines() if line.startswith("@@")]
-        if result.returncode:
-            print(f"{mode}: failed\n{Path(log.name).read_text()[-2500:]}")
-        for row in found:
-            stages = " ".join(f"{k} {v:7.3f}" for k, v in row["gpu_ms"].items())
-            place = f"{mode:>8} b={row['batch']:<3} ctx={row['context']:<6}"
-            print(f"{place} wall {row['wall_ms']:7.3f} ms | {stages}", flush=True)
-        rows += found
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(rows, indent=1))
-
-
-def _measure(args: argparse.Namespace) -> None:
-    import torch
-    from bench_models import write_configs
-    from vllm import LLM, SamplingParams
-
     target, drafter = write_configs(Path(tempfile.mkdtemp()))
-    mode, seqs = args.mode, max(args.batches)
-    extra: dict[str, Any] = {}
-    if mode == "chain":
-        from bench_e2e import _sizes
+    seqs = max(args.batches)
+    common = {
+        "model": str(target),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": max(args.contexts) + args.max_tokens + 600,
+        "max_num_seqs": seqs,
+        "max_num_batched_tokens": max(16384, seqs * 600),
+        "kv_cache_memory_bytes": int(args.kv_gib * 2**30),
+        "gpu_memory_utilization": 0.05,  # only checked against free memory
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    engines = {
+        name: Engine(name, common | extra, args.out.with_suffix(f".{name}.log"))
+        for name, extra in modes(str(drafter), args.nodes, seqs, args.synthetic).items()
+    }
+    for engine in engines.values():
+        engine.receive()
+        print(f"{engine.name}: ready", flush=True)
+    # 36 target layers and 5 of the drafter, 8 heads of 128, K and V, bf16
+    capacity = args.kv_gib * 2**30 / (41 * 8 * 128 * 2 * 2)
+    rows: list[dict[str, Any]] = []
+    for context, batch in itertools.product(args.contexts, args.batches):
+        if batch * (context + args.max_tokens + 300) > capacity:
+            print(f"b={batch} ctx={context}: skipped, needs more than --kv-gib {args.kv_gib}")
+            continue
+        prompts = [[(i * 131 + j * 7) % 100_000 for j in range(context)] for i in range(batch)]
+        base = None
+        for name, engine in engines.items():
+            ask = {"prompts": prompts, "temperature": 0.0, "max_tokens": args.max_tokens}
+            engine.ask(**ask)  # prompts are cached afterwards
+            answer = engine.ask(**ask, want_stages=True)
+            row = {"mode": name, "batch": batch, "context": context, **answer["stages"]}
+            row["accepted_length"] = answer["accepted_length"]
+            row["tokens_per_second"] = batch * answer["accepted_length"] / row["wall_ms"] * 1000
+            base = base or row["tokens_per_second"]
+            row["speedup"] = row["tokens_per_second"] / base
+            rows.append(row)
+            print(_line(row), flush=True)
+        args.out.write_text(json.dumps(rows, indent=1))
+    for engine in engines.values():
+        engine.stop()
+    draw(args.out)
 
-        extra["speculative_config"] = {
-            "method": "dflash",
-            "model": str(drafter),
-            "num_speculative_tokens": 15,
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": 7.79,
-        }
-        extra["compilation_config"] = {"cudagraph_capture_sizes": _sizes(seqs, 16)}
-    elif mode != "none":
-        extra["speculative_config"] = {
-            "method": "ddtree",
-            "model": str(drafter),
-            "num_speculative_tokens": int(mode.removeprefix("tree")),
-            "ddtree_synthetic_acceptance_length": 9.75,
-        }
-    llm = LLM(
-        str(target),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        max_model_len=max(args.contexts) + 2048,
-        max_num_seqs=seqs,
-        max_num_batched_tokens=max(16384, seqs * 600),
-        enable_prefix_caching=True,
-        gpu_memory_utilization=0.85,
-        **extra,
+
+def _line(row: dict[str, Any]) -> str:
+    gpu, host = (" ".join(f"{k} {v:.3f}" for k, v in row[side].items()) for side in ("gpu_ms", "host_ms"))
+    return (
+        f"{row['mode']:>8} b={row['batch']:<3} ctx={row['context']:<6} wall {row['wall_ms']:7.3f} ms | "
+        f"len {row['accepted_length']:.2f} {row['tokens_per_second']:.0f} tok/s {row['speedup']:.2f}x | "
+        f"gpu {gpu} | host {host}"
     )
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    clock = _StageClock(runner, torch)
-    for context in args.contexts:
-        for batch in args.batches:
-            prompts = [
-                {"prompt_token_ids": [(i * 131 + j * 7) % 100_000 for j in range(context)]}
-                for i in range(batch)
-            ]
-            tokens = args.steps * (1 if mode == "none" else 10)
-            params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-            llm.generate(prompts, params, use_tqdm=False)
-            clock.reset()
-            start = time.perf_counter()
-            llm.generate(prompts, params, use_tqdm=False)
-            torch.cuda.synchronize()
-            row = clock.summary(batch) | {"mode": mode, "batch": batch, "context": context}
-            row["seconds"] = time.perf_counter() - start
-            row["tokens_per_second"] = batch * tokens / row["seconds"]
-            print("@@" + json.dumps(row), flush=True)
-
-
-class _StageClock:
-    """CUDA events around the runner's stages; a step counts when its batch is all decodes."""
-
-    def __init__(self, runner: Any, torch: Any) -> None:
-        self._torch = torch
-        self._steps: list[dict[str, Any]] = []
-        self._wrap(runner, "execute_model", "verify")
-        self._wrap(runner, "sample", "walk+commit")
-        if runner.speculator is not None:
-            self._wrap(runner.speculator, "propose", "draft+build")
-
-    def reset(self) -> None:
-        """Forget what was measured so far."""
-        self._steps = []
-
-    def _wrap(self, owner: Any, name: str, stage: str) -> None:
-        original: Callable[..., Any] = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if stage == "verify":
-                self._steps.append({"wall": time.perf_counter(), "rows": len(args[0].num_scheduled_tokens)})
-            begin, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            result = original(*args, **kwargs)
-            end.record()
-            if self._steps:
-                self._steps[-1][stage] = (begin, end)
-            return result
-
-        setattr(owner, name, timed)
-
-    def summary(self, batch: int) -> dict[str, Any]:
-        """Median GPU milliseconds per stage and wall milliseconds per step, first steps left out."""
-        steps = [s for s in self._steps[4:-2] if s["rows"] == batch]
-        stages = {}
-        for stage in ("verify", "walk+commit", "draft+build"):
-            times = [s[stage][0].elapsed_time(s[stage][1]) for s in steps if stage in s]
-            if times:
-                stages[stage] = statistics.median(times)
-        walls = [b["wall"] - a["wall"] for a, b in itertools.pairwise(steps)]
-        return {
-            "gpu_ms": stages,
-            "wall_ms": 1000 * statistics.median(walls) if walls else float("nan"),
-            "steps": len(steps),
-        }
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ def modes(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
             "max_num_seqs": 8,
             "max_num_batched_tokens": 4096,
             "kv_cache_memory_bytes": 2 * 2**30,
+            "gpu_memory_utilization": 0.05,  # only checked against free memory
         }
         found.append((f"{dtype}-none", base))
         for nodes in args.nodes:

@@ -25,7 +25,7 @@ cudaError_t launch_move_rows(const int64_t* table, int64_t views, const int64_t*
   const int64_t tiles = std::clamp<int64_t>((chunks + kMoveThreads - 1) / kMoveThreads, 1, 16);
   const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(views), static_cast<unsigned>(n));
   move_rows_kernel<<<grid, kMoveThreads, 2 * sizeof(int64_t) * moves, stream>>>(
-      reinterpret_cast<const MoveView*>(table), src, dst, static_cast<int>(moves));
+      reinterpret_cast<const MoveView*>(table), PlannedMoves{src, dst}, static_cast<int>(moves));
   return cudaGetLastError();
 }
 

@@ -1,78 +1,14 @@
-// The CUDA side of every op: checks, then one launch on torch's current stream.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
+// The CUDA side of the tree ops: checks, then one launch on torch's current stream.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
 #include <vector>
 
-#include "../checks.h"
-#include "launch.h"
-
-// Only a CUDA build of torch defines this. Weak, so that the same module loads beside a CPU-only torch.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device,
-                                                                                   void** stream);
+#include "step_cuda.h"
+#include "torch_launch.h"
 
 namespace ddtree {
 namespace {
-
-// Makes the tensor's device current for the launch and gives its current stream. Torch's guard sets the
-// driver's context, which the runtime linked into this module follows; where it does not, it is told. The
-// guard alone restores: a second restore through this runtime could leave torch on a context it does not
-// expect.
-class Launch {
- public:
-  Launch(const char* op, const Tensor& tensor)
-      : op_(op), device_(tensor.get_device_index()), guard_(device_) {
-    STD_TORCH_CHECK(
-        aoti_torch_get_current_cuda_stream != nullptr, "ddtree::", op,
-        " needs a CUDA build of torch; this torch does not export aoti_torch_get_current_cuda_stream. "
-        "Install a CUDA torch, or keep the tensors on the CPU.");
-    int current = -1;
-    check(cudaGetDevice(&current));
-    if (current != device_) check(cudaSetDevice(device_));
-    void* stream = nullptr;
-    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream) == 0, "ddtree::", op,
-                    ": torch gave no current stream for device ", device_, ".");
-    stream_ = static_cast<cudaStream_t>(stream);
-  }
-  Launch(const Launch&) = delete;
-  Launch& operator=(const Launch&) = delete;
-
-  cudaStream_t stream() const { return stream_; }
-
-  void check(cudaError_t error) const {
-    STD_TORCH_CHECK(
-        error == cudaSuccess, "ddtree::", op_, " could not launch on device ", device_, ": ",
-        cudaGetErrorString(error),
-        ". Earlier kernels report here too: rerun with CUDA_LAUNCH_BLOCKING=1 to find the first.");
-  }
-
- private:
-  const char* op_;
-  int device_;
-  torch::stable::accelerator::DeviceGuard guard_;
-  cudaStream_t stream_ = nullptr;
-};
-
-template <typename T>
-const T* in(const Tensor& t) {
-  return t.const_data_ptr<T>();
-}
-template <typename T>
-T* out(const Tensor& t) {
-  return t.mutable_data_ptr<T>();
-}
-
-void check_width(const char* op, int64_t q_len) {
-  STD_TORCH_CHECK(q_len <= kMaxNodes + 1, "ddtree::", op, " on CUDA needs at most ", kMaxNodes,
-                  " nodes per tree; found ", q_len - 1, ". A tree must fit one block: lower max_nodes.");
-}
-
-void check_batch(const char* op, int64_t n) {
-  STD_TORCH_CHECK(n <= 65535, "ddtree::", op, " on CUDA needs at most 65535 requests; found ", n,
-                  ". One grid dimension counts requests: split the batch.");
-}
 
 void build(const Tensor& top_logps, const Tensor& top_tokens, const Tensor& budgets, const Tensor& tokens,
            const Tensor& parents, const Tensor& depths, const Tensor& node_logws, const Tensor& num_nodes) {
@@ -183,4 +119,10 @@ STABLE_TORCH_LIBRARY_IMPL(ddtree, CUDA, m) {
   m.impl("walk_coins", TORCH_BOX(&ddtree::walk_coins));
   m.impl("plan_moves", TORCH_BOX(&ddtree::plan_moves));
   m.impl("move_rows", TORCH_BOX(&ddtree::move_rows));
+  m.impl("top_logps", TORCH_BOX(&ddtree::top_logps));
+  m.impl("build_trees", TORCH_BOX(&ddtree::build_trees));
+  m.impl("begin_step", TORCH_BOX(&ddtree::begin_step));
+  m.impl("walk_rows", TORCH_BOX(&ddtree::walk_rows));
+  m.impl("commit_cache", TORCH_BOX(&ddtree::commit_cache));
+  m.impl("commit_rows", TORCH_BOX(&ddtree::commit_rows));
 }

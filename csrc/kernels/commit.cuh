@@ -73,9 +73,21 @@ __device__ void move_chunks(const MoveView& view, const int64_t* from, const int
   }
 }
 
+// Moves that were planned before.
+struct PlannedMoves {
+  const int64_t* src;  // [n, moves]
+  const int64_t* dst;
+
+  __device__ void get(int64_t r, int move, int moves, int64_t* from, int64_t* to) const {
+    *from = src[r * moves + move];
+    *to = dst[r * moves + move];
+  }
+};
+
 // Grid: (chunk tiles, views, requests). Shared memory: two int64 per move.
+template <typename Moves>
 __global__ void __launch_bounds__(kMoveThreads)
-    move_rows_kernel(const MoveView* table, const int64_t* src, const int64_t* dst, int moves) {
+    move_rows_kernel(const MoveView* table, Moves source, int moves) {
   extern __shared__ int64_t offsets[];
   __shared__ int count_shared, ordered_shared;
   int64_t* from = offsets;
@@ -87,8 +99,8 @@ __global__ void __launch_bounds__(kMoveThreads)
     int count = 0;
     for (int d = 0; d < moves; d += 32) {
       const int mine = d + threadIdx.x;
-      const int64_t a = mine < moves ? src[r * moves + mine] : -1;
-      const int64_t b = mine < moves ? dst[r * moves + mine] : -1;
+      int64_t a = -1, b = -1;
+      if (mine < moves) source.get(r, mine, moves, &a, &b);
       const bool valid = a >= 0 && b >= 0 && a < rows && b < rows;
       const unsigned kept = __ballot_sync(0xffffffffu, valid);
       if (valid) {

@@ -13,7 +13,7 @@ import torch
 from engines import accepted_length, engine, generate, greedy, prompts, tree
 from oracle import oracle
 
-from vllm_ddtree import ops
+from vllm_ddtree import ops, step
 from vllm_ddtree.engine import commit
 from vllm_ddtree.engine.runner import TreeRunnerMixin
 
@@ -56,12 +56,17 @@ def no_mask(store, step, *rest):
     step.tree_len.zero_()  # attention falls back to causal rows
 
 
-def no_depth(store, step, batch, computed, linear):
-    BEGIN(store, step, batch, computed, linear)
-    batch.positions[: batch.num_tokens].copy_(linear[: batch.num_tokens])
+def no_depth(store, step, batch, computed):
+    linear = batch.positions[: batch.num_tokens].clone()
+    BEGIN(store, step, batch, computed)
+    batch.positions[: batch.num_tokens].copy_(linear)
 
 
-BEGIN = commit.begin_step
+def no_hidden_rows(hidden, *rest):
+    COMMIT_ROWS([], *rest)
+
+
+BEGIN, COMMIT_ROWS = commit.begin_step, step.commit_rows
 
 
 @pytest.mark.parametrize("broken", ["mask", "positions", "compaction"])
@@ -69,7 +74,7 @@ def test_a_broken_part_changes_the_text(tiny, case, broken):
     parts = {
         "mask": mock.patch.object(commit, "begin_step", no_mask),
         "positions": mock.patch.object(commit, "begin_step", no_depth),
-        "compaction": mock.patch.object(commit.CacheMover, "move", lambda *_: None),
+        "compaction": mock.patch.object(step.CacheMover, "move", lambda *_: None),
     }
     with parts[broken]:
         text, _ = run(tiny, case)
@@ -90,7 +95,7 @@ def test_without_the_hidden_row_permutation_drafts_differ(tiny):
 
         patches = [mock.patch.object(TreeRunnerMixin, "sample_tokens", watch)]
         if broken:
-            patches.append(mock.patch.object(commit, "select_hidden_rows", lambda *_: None))
+            patches.append(mock.patch.object(step, "commit_rows", no_hidden_rows))
         for patch in patches:
             patch.start()
         try:

@@ -66,7 +66,7 @@ def engine(monkeypatch):
     state.set_tree_state(None)
 
 
-def make_builder(graphs=False, kv_dtype="auto", dtype=torch.bfloat16):
+def make_builder(graphs=False, kv_dtype="auto", dtype=torch.bfloat16, draft=False, builder=None):
     spec = FullAttentionSpec(
         block_size=16, num_kv_heads=SHAPE["kv_heads"], head_size=SHAPE["head_size"], dtype=dtype
     )
@@ -84,14 +84,15 @@ def make_builder(graphs=False, kv_dtype="auto", dtype=torch.bfloat16):
         compilation_config=Stub(
             cudagraph_mode=CUDAGraphMode.FULL if graphs else CUDAGraphMode.NONE,
             max_cudagraph_capture_size=512,
-            static_forward_context={},
+            static_forward_context={"layer": Stub(is_draft_layer=draft)},
         ),
         attention_config=Stub(flash_attn_max_num_splits_for_cuda_graph=32),
         kernel_config=Stub(enable_jit_warmup=False),
         scheduler_config=Stub(max_num_seqs=16, max_num_batched_tokens=4096),
         speculative_config=None,
     )
-    return backend.TreeFlashAttentionMetadataBuilder(spec, ["layer"], config, torch.device(DEVICE))
+    builder = builder or backend.TreeFlashAttentionMetadataBuilder
+    return builder(spec, ["layer"], config, torch.device(DEVICE))
 
 
 def make_impl(kv_dtype="auto"):
@@ -205,6 +206,16 @@ def test_a_draft_layer_ignores_the_plan():
     out = forward(case, make_builder().build(0, common_of(case)), draft=True)
     case.visible = [torch.tril(torch.ones(n, n, dtype=torch.bool)) for n in case.lens]
     assert error(case, out) < ATOL
+
+
+def test_only_metadata_without_a_plan_is_refreshed_in_place(monkeypatch):
+    """A captured draft that refreshed its metadata would keep the plan's old context lengths."""
+    stock = backend.FlashAttentionMetadataBuilder
+    monkeypatch.setattr(stock, "supports_draft_decode_metadata_update", True)
+    refreshed = lambda **what: make_builder(**what).supports_draft_decode_metadata_update  # noqa: E731
+    assert refreshed(draft=True) == refreshed(draft=True, builder=stock)
+    assert not refreshed(draft=False)
+    assert not refreshed(draft=True, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -111,9 +111,12 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # The draft's graph refreshes metadata in place, which knows nothing of plans.
-        self.supports_draft_decode_metadata_update = False
         self._float32 = vllm_config.model_config.dtype == torch.float32
+        layers = vllm_config.compilation_config.static_forward_context
+        self._draft_only = all(getattr(layers.get(name), "is_draft_layer", False) for name in layer_names)
+        if not self._draft_only or self._float32:
+            # The draft's graph refreshes metadata in place, which knows nothing of plans.
+            self.supports_draft_decode_metadata_update = False
         if self._float32:
             self.aot_schedule = False
         max_reqs = vllm_config.scheduler_config.max_num_seqs
@@ -130,7 +133,7 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
     ) -> FlashAttentionMetadata:
         """Build the metadata of one step; a plan is attached where trees can occur."""
         common = common_attn_metadata
-        step = None if self._draft_only() else tree_state()
+        step = None if self._draft_only else tree_state()
         if self._float32:
             return self._build_float32(common, step)
         rows = 0
@@ -155,10 +158,6 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
             rest = super().build(common_prefix_len, behind, fast_build)
         plan = TreePlan(context, ctx[:rows], step.mask, step.tree_len, rows, tokens, widest, rest)
         return self._with_plan(common, context, plan)
-
-    def _draft_only(self) -> bool:
-        layers = self.vllm_config.compilation_config.static_forward_context
-        return all(getattr(layers.get(name), "is_draft_layer", False) for name in self.layer_names)
 
     def _context_lens(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """Context lengths on the device, in place; the host's are optimistic under async scheduling."""

@@ -12,7 +12,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -75,10 +74,9 @@ def create_tree_config(
         raise checks.refusal(problems)
 
     if current_platform.is_cuda():
-        # The drafter keeps vLLM's own backend; only the target's layers see a tree. FlashAttention has no
-        # float32, ours has.
-        float32 = target_model_config.dtype == torch.float32
-        rest.setdefault("attention_backend", "CUSTOM" if float32 else "FLASH_ATTN")
+        # The same backend as the target's, so that a step builds attention metadata once. In the drafter's
+        # layers it is vLLM's FlashAttention.
+        rest.setdefault("attention_backend", "CUSTOM")
     rest.update(method="dflash", num_speculative_tokens=options.num_nodes)
     engine_args.speculative_config = rest
     try:

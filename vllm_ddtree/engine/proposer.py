@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
-from vllm_ddtree import ops
+from vllm_ddtree import step
 from vllm_ddtree.engine.config import drafter_horizon
 from vllm_ddtree.engine.state import TreeStore
 from vllm_ddtree.options import TreeOptions
@@ -35,8 +35,7 @@ class TreeSpeculator(DFlashSpeculator):
         self.max_depth = options.max_depth or self.horizon
         self.top_k = min(options.top_k or options.num_nodes, options.num_nodes, self.vocab_size)
         self.store = TreeStore(self.max_num_reqs, options.num_nodes, device)
-        self._batch = TreeStore(self.max_num_reqs, options.num_nodes, device)
-        self._retrieve_index = torch.zeros_like(self._batch.tokens)
+        self._nodes = torch.zeros(self.max_num_reqs, options.num_nodes, dtype=torch.int64, device=device)
         self._budgets = torch.full((self.max_num_reqs,), options.num_nodes, dtype=torch.int32, device=device)
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
@@ -61,38 +60,22 @@ class TreeSpeculator(DFlashSpeculator):
 
     def _build(self, num_reqs: int, logits: torch.Tensor) -> None:
         """Turn drafter logits [n, L, V] into trees, keyed by request state."""
-        store, batch = self.store, self._batch
-        rows = self.sample_idx_mapping[: num_reqs * self.horizon : self.horizon]
-        rows = torch.where(rows < 0, store.max_num_reqs, rows)
-        logits = logits[:, : self.max_depth]
-        top, tokens = logits.topk(self.top_k, dim=-1)
-        top = top.float() - torch.logsumexp(logits.float(), dim=-1, keepdim=True)
-        # A request that needs a chain keeps only the drafter's first choice at every depth.
-        top[..., 1:].masked_fill_(store.is_chain[rows][:, None, None], float("-inf"))
-        fresh = (batch.tokens, batch.parents, batch.depths, batch.node_logws)
-        ops.build(
-            top, tokens, self._budgets[:num_reqs], *(t[:num_reqs] for t in fresh), batch.num_nodes[:num_reqs]
+        logits = logits[:, : self.max_depth].reshape(-1, logits.shape[-1])
+        logps, tokens = step.top_logps(logits, self.top_k)
+        shape = (num_reqs, -1, self.top_k)
+        step.build_trees(
+            logps.view(shape),
+            tokens.view(shape),
+            self._budgets[:num_reqs],
+            self.sample_idx_mapping[: num_reqs * self.horizon : self.horizon],
+            self.store,
+            self._nodes[:num_reqs],
         )
-        parents, count = batch.parents[:num_reqs], batch.num_nodes[:num_reqs]
-        pointers = (batch.next_token[:num_reqs], batch.next_sibling[:num_reqs])
-        ops.retrieve(parents, count, self._retrieve_index[:num_reqs], *pointers)
-        ops.ancestor_mask(parents, count, batch.mask[:num_reqs])
-        for name in (
-            "tokens",
-            "parents",
-            "depths",
-            "node_logws",
-            "num_nodes",
-            "next_token",
-            "next_sibling",
-            "mask",
-        ):
-            getattr(store, name).index_copy_(0, rows, getattr(batch, name)[:num_reqs])
 
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Draft for the batch; returns the nodes in pop order, [num_reqs, nodes] int64."""
         num_reqs = super().propose(*args, **kwargs).shape[0]
-        return self._batch.tokens[:num_reqs, 1:]
+        return self._nodes[:num_reqs]
 
 
 def _at_horizon(vllm_config: VllmConfig) -> VllmConfig:

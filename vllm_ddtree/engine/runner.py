@@ -38,10 +38,9 @@ class TreeRunnerMixin:
         self.tree_store: TreeStore = self.speculator.store
         self.tree_step = TreeStep(self.max_num_reqs, options.num_nodes, device)
         self.draft_tokens_handler = TreeDraftTokensHandler(device, self.tree_store)
-        self._linear_positions = torch.zeros_like(self.input_buffers.positions)
         self._slot_mappings: torch.Tensor | None = None
         self._aux_hidden_states: list[torch.Tensor] = []
-        self._cache_mover: commit.CacheMover | None = None
+        self._commit: commit.Commit | None = None
         set_tree_state(self.tree_step)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -60,7 +59,10 @@ class TreeRunnerMixin:
         super().add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             reason = chain_reason(request.sampling_params, bool(self.model_config.logits_processors))
-            self.tree_store.is_chain[self.req_states.req_id_to_index[request.req_id]] = reason is not None
+            state = self.req_states.req_id_to_index[request.req_id]
+            self.tree_store.is_chain[state].fill_(
+                reason is not None
+            )  # an assignment would wait for the device
             if reason is not None:
                 logger.info_once("ddtree: requests with %s are verified as a chain.", reason)
 
@@ -69,17 +71,9 @@ class TreeRunnerMixin:
         set_tree_state(self.tree_step)
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         self._slot_mappings = slot_mappings
-        # Attention takes rows of length 0 for causal; a length left from an earlier step would mask them.
-        self.tree_step.num_tree_reqs = 0
-        self.tree_step.tree_len.zero_()
-        if input_batch.num_draft_tokens > 0:
-            commit.begin_step(
-                self.tree_store,
-                self.tree_step,
-                input_batch,
-                self.req_states.num_computed_tokens.gpu,
-                self._linear_positions,
-            )
+        commit.begin_step(
+            self.tree_store, self.tree_step, input_batch, self.req_states.num_computed_tokens.gpu
+        )
         return block_tables, slot_mappings
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -92,13 +86,15 @@ class TreeRunnerMixin:
         """Verify the batch and commit what was accepted."""
         output = super().sample(hidden_states, input_batch, grammar_output)
         if input_batch.num_draft_tokens > 0:
-            accepted = self.rejection_sampler.accepted
-            width = self.tree_step.q_len
-            commit.restore_positions(input_batch, self._linear_positions)
-            commit.select_hidden_rows(self._aux_hidden_states, accepted, input_batch.query_start_loc, width)
-            if self._cache_mover is None:
-                self._cache_mover = commit.CacheMover(self)
-            self._cache_mover.move(accepted, input_batch.query_start_loc, self._slot_mappings)
+            if self._commit is None:
+                self._commit = commit.Commit(self)
+            self._commit(
+                self.rejection_sampler.accept_index,
+                input_batch,
+                self._aux_hidden_states,
+                self._slot_mappings,
+                self.req_states.num_computed_tokens.gpu,
+            )
         self._aux_hidden_states = []
         return output
 

@@ -8,7 +8,6 @@ prefix, drew it with the noise it would have used without speculation, so the te
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,23 +20,9 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from vllm_ddtree import ops
+from vllm_ddtree import step
 from vllm_ddtree.engine.state import TreeStore
 from vllm_ddtree.options import TreeOptions
-
-
-@dataclass
-class Accepted:
-    """What the walk decided, in batch order.
-
-    Attributes:
-        accept_index: [n, D + 1] int64, flat slots of the accepted path (row * (nodes + 1) + node),
-            root first, -1 after.
-        accept_token_num: [n] int32, accepted drafts.
-    """
-
-    accept_index: torch.Tensor
-    accept_token_num: torch.Tensor
 
 
 class TreeScorer(RejectionSampler):
@@ -56,20 +41,24 @@ class TreeScorer(RejectionSampler):
         self.store = store
         self.max_depth = options.max_depth
         self.synthetic_length = options.synthetic_acceptance_length
-        self.accepted: Accepted | None = None
-        self._chunks: list[Accepted] = []
+        self.accept_index: torch.Tensor | None = None
+        self._chunks: list[torch.Tensor] = []
         self._want_logprobs = False
 
     def __call__(
         self, logits: torch.Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any
     ) -> SamplerOutput:
-        """Verify one batch; ``accepted`` then holds the paths of its requests."""
+        """Verify one batch; ``accept_index`` then holds the paths of its requests, in batch order.
+
+        accept_index: [n, D + 1] int64, flat slots of the accepted path (row * (nodes + 1) + node), root
+        first, -1 after.
+        """
         self._chunks = []
         states = self.sampler.sampling_states
         self._want_logprobs = states.max_num_logprobs(input_batch.idx_mapping_np) != NO_LOGPROBS
         output = super().__call__(logits, input_batch, *args, **kwargs)
         chunks = self._chunks
-        self.accepted = chunks[0] if len(chunks) == 1 else _join(chunks, self.store.tokens.shape[1])
+        self.accept_index = chunks[0] if len(chunks) == 1 else _join(chunks, self.store.tokens.shape[1])
         return output
 
     def _verify(
@@ -98,39 +87,20 @@ class TreeScorer(RejectionSampler):
         )
         drawn = self._draw(processed, expanded_idx_mapping, pos, idx_mapping_np)
 
-        n, width = idx_mapping.shape[0], self.store.tokens.shape[1]
-        starts = cu_num_logits[:-1].long()
-        lengths = cu_num_logits[1:].long() - starts
-        node = torch.arange(width, device=drawn.device)
-        inside = node < lengths[:, None]
-        rows = torch.where(inside, starts[:, None] + node, starts[:, None])
         # A draft that vLLM marked invalid (placeholder, grammar) is -1 and so never equals a drawn token.
-        candidates = torch.where(inside, verify_draft_sampled[rows].long(), -1)
-        count = torch.minimum(self.store.num_nodes[idx_mapping], (lengths - 1).to(torch.int32))
-        predict = torch.empty(n * width, dtype=torch.int64, device=drawn.device)
-        accept_index = torch.empty(n, self.max_depth + 1, dtype=torch.int64, device=drawn.device)
-        accept_token_num = torch.empty(n, dtype=torch.int32, device=drawn.device)
-        pointers = (self.store.next_token[idx_mapping], self.store.next_sibling[idx_mapping])
-        # A draft cut short by the scheduler is the smaller tree: pointers past its end lead nowhere.
-        ops.walk(
-            candidates,
-            *(torch.where(pointer > count[:, None], -1, pointer) for pointer in pointers),
-            count,
-            drawn[rows],
-            predict,
-            accept_index,
-            accept_token_num,
+        sampled, accept_index, num_sampled = step.walk_rows(
+            drawn, verify_draft_sampled, cu_num_logits, idx_mapping, self.store, self.max_depth
         )
+        width = self.store.tokens.shape[1]
         if self.synthetic_length is not None:
-            accept_index, accept_token_num = _impose_length(
-                self.synthetic_length, count, pos[starts], accept_index, width
+            count = torch.minimum(self.store.num_nodes[idx_mapping], cu_num_logits.diff() - 1)
+            accept_index, num_sampled, sampled = _impose_length(
+                self.synthetic_length, count, pos, drawn, cu_num_logits, accept_index, width
             )
-            predict = drawn[rows].flatten()
-        self._chunks.append(Accepted(accept_index, accept_token_num))
-        sampled = predict[accept_index.clamp(min=0)]
+        self._chunks.append(accept_index)
         if self._want_logprobs:
-            _put_path_first(logits, processed, accept_index, starts, width)
-        return processed, sampled, accept_token_num + 1
+            _put_path_first(logits, processed, accept_index, cu_num_logits[:-1].long(), width)
+        return processed, sampled, num_sampled
 
     def _draw(
         self,
@@ -155,35 +125,43 @@ class TreeScorer(RejectionSampler):
         )
 
 
-def _join(chunks: list[Accepted], width: int) -> Accepted:
+def _join(chunks: list[torch.Tensor], width: int) -> torch.Tensor:
     """Concatenate chunks of requests; each chunk's flat slots start at its own first request."""
     offset, paths = 0, []
-    for chunk in chunks:
-        index = chunk.accept_index
+    for index in chunks:
         paths.append(torch.where(index < 0, index, index + offset * width))
         offset += index.shape[0]
-    return Accepted(torch.cat(paths), torch.cat([chunk.accept_token_num for chunk in chunks]))
+    return torch.cat(paths)
 
 
 def _impose_length(
-    mean: float, count: torch.Tensor, position: torch.Tensor, accept_index: torch.Tensor, q_len: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    mean: float,
+    count: torch.Tensor,
+    pos: torch.Tensor,
+    drawn: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    accept_index: torch.Tensor,
+    q_len: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A path of the wanted length instead of the walk's, for benchmarks with dummy weights.
 
     Its depth is the mean rounded up or down by the root's position, and its nodes are spread over the
-    tree, so that the commit moves as many rows as a real path would.
+    tree, so that the commit moves as many rows as a real path would. Returns accept_index, num_sampled and
+    sampled as the walk does.
     """
-    n, width = accept_index.shape[0], accept_index.shape[1]
+    starts = cu_num_logits[:-1].long()
+    n, width = accept_index.shape
     wanted = mean - 1
     # 0.618...: the golden ratio spreads consecutive positions evenly over [0, 1).
-    threshold = (position.double() * 0.6180339887498949) % 1.0
+    threshold = (pos[starts].double() * 0.6180339887498949) % 1.0
     depth = (math.floor(wanted) + (threshold < wanted % 1.0)).clamp(max=width - 1)
     depth = torch.minimum(depth.to(torch.int32), count)
-    step = torch.arange(width, device=count.device)
-    spread = torch.div(count, depth.clamp(min=1), rounding_mode="floor")
-    node = step * spread[:, None]
+    step_of = torch.arange(width, device=count.device)
+    node = step_of * torch.div(count, depth.clamp(min=1), rounding_mode="floor")[:, None]
+    inside = step_of <= depth[:, None]
     slots = torch.arange(n, device=count.device)[:, None] * q_len + node
-    return torch.where(step <= depth[:, None], slots, -1), depth
+    sampled = drawn[starts[:, None] + torch.where(inside, node, 0)]
+    return torch.where(inside, slots, -1), depth + 1, sampled
 
 
 def _put_path_first(
