@@ -1,0 +1,82 @@
+"""The walk with explicit coins over rows of logits, its coins keyed by (seed, position, token).
+
+Owns the noise of the coin form and its padding to whole trees; the rule itself is `reference.walk_coins`.
+Must not know vLLM. Invariant: one (seed, position, token) has one coin, whatever the batch and the tree, so
+a seeded run repeats itself; no coin is used for two decisions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vllm_ddtree import ops
+
+if TYPE_CHECKING:
+    from vllm_ddtree.engine.state import TreeStore
+
+_FINAL = -1  # stands for the token in the key of the last draw
+
+
+def keyed_uniform(seed: Tensor, position: Tensor, token: Tensor | int) -> Tensor:
+    """float32 in [0, 1), a hash of the key; int64 tensors that broadcast.
+
+    The rounds are the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), the top 24 bits the
+    mantissa.
+    """
+    word = _mix(_mix(_mix(seed) + position) + token)
+    return ((word >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+
+
+def _mix(word: Tensor) -> Tensor:
+    # int64 wraps as the algorithm wants; >> keeps the sign, so the shifted-in bits are cut off.
+    word = word + -0x61C8864680B583EB
+    word = (word ^ ((word >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    word = (word ^ ((word >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return word ^ ((word >> 31) & 0x1FFFFFFFF)
+
+
+def walk_coin_rows(
+    probs: Tensor,
+    drafts: Tensor,
+    positions: Tensor,
+    seeds: Tensor,
+    cu_logits: Tensor,
+    states: Tensor,
+    store: TreeStore,
+    max_depth: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`ops.walk_coins` over flat rows of logits and the trees of the store.
+
+    probs float32 [R, V], the target's processed distribution at each row; drafts int32 [R], the row's token,
+    negative = not a draft; positions int64 [R]; seeds int64 by state; otherwise as `step.walk_rows`, which
+    names the results.
+    """
+    n, width = states.shape[0], store.tokens.shape[1]
+    starts = cu_logits[:n].long()
+    lengths = cu_logits[1 : n + 1].long() - starts
+    node = torch.arange(width, device=probs.device)
+    inside = node < lengths[:, None]
+    rows = torch.where(inside, starts[:, None] + node, starts[:, None])
+    candidates = torch.where(inside, drafts[rows].long(), -1)
+    count = torch.minimum(store.num_nodes[states], (lengths - 1).to(torch.int32))
+    pointers = (store.next_token[states], store.next_sibling[states])
+    seed = seeds[states][:, None]
+    predict = torch.empty(n * width, dtype=torch.int64, device=probs.device)
+    accept_index = torch.empty(n, max_depth + 1, dtype=torch.int64, device=probs.device)
+    accepted = torch.empty(n, dtype=torch.int32, device=probs.device)
+    ops.walk_coins(
+        candidates,
+        *(torch.where(pointer > count[:, None], -1, pointer) for pointer in pointers),
+        count,
+        probs[rows],
+        keyed_uniform(seed, positions[rows], candidates),
+        keyed_uniform(seed, positions[starts][:, None], _FINAL)[:, 0],
+        predict,
+        accept_index,
+        accepted,
+    )
+    sampled = torch.where(accept_index < 0, -1, predict[accept_index.clamp(min=0)])
+    return sampled, accept_index, accepted + 1
