@@ -21,6 +21,8 @@ from vllm_ddtree import reference
 logger = logging.getLogger("vllm_ddtree")
 
 OPS = ("build", "retrieve", "ancestor_mask", "walk", "walk_coins", "plan_moves", "move_rows")
+# A step's bookkeeping (step.py), which only CUDA has in one launch each.
+STEP_OPS = ("top_logps", "build_trees", "begin_step", "walk_rows", "commit_cache", "commit_rows")
 _LIBRARY = Path(__file__).with_name("_C.abi3.so")
 
 
@@ -39,10 +41,10 @@ def _load(library: Path) -> str | None:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             version = torch.__version__
             return f"{library.name} does not load beside torch {version} ({first}); needs torch >= 2.10"
-    missing = [name for name in OPS if not hasattr(torch.ops.ddtree, name)]
+    missing = [name for name in OPS + STEP_OPS if not hasattr(torch.ops.ddtree, name)]
     if missing:
         return f"{library.name} lacks {', '.join(missing)}; it is from another version, reinstall vllm-ddtree"
-    for name in OPS:
+    for name in OPS + STEP_OPS:
         torch.library.register_fake(f"ddtree::{name}", _fake)
     return None
 
@@ -50,8 +52,8 @@ def _load(library: Path) -> str | None:
 _LOAD_ERROR = _load(_LIBRARY)
 _DEVICES = {
     device: _LOAD_ERROR is None
-    and all(torch._C._dispatch_has_kernel_for_dispatch_key(f"ddtree::{name}", key) for name in OPS)
-    for device, key in (("cpu", "CPU"), ("cuda", "CUDA"))
+    and all(torch._C._dispatch_has_kernel_for_dispatch_key(f"ddtree::{name}", key) for name in names)
+    for device, key, names in (("cpu", "CPU", OPS), ("cuda", "CUDA", OPS + STEP_OPS))
 }
 _announced: set[str] = set()
 
