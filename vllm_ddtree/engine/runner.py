@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from vllm_ddtree.engine import commit
-from vllm_ddtree.engine.chain import chain_reason
+from vllm_ddtree.engine.chain import chain_reason, has_custom_processors
 from vllm_ddtree.engine.config import tree_options
 from vllm_ddtree.engine.proposer import TreeSpeculator
 from vllm_ddtree.engine.scorer import TreeScorer
@@ -58,8 +58,9 @@ class TreeRunnerMixin:
     def add_requests(self, scheduler_output: Any) -> None:
         """Take new requests in; those with path-dependent sampling parameters are drafted as chains."""
         super().add_requests(scheduler_output)
+        custom = has_custom_processors(self.sampler)
         for request in scheduler_output.scheduled_new_reqs:
-            reason = chain_reason(request.sampling_params, bool(self.model_config.logits_processors))
+            reason = chain_reason(request.sampling_params, custom)
             self.tree_store.is_chain[self.req_states.req_id_to_index[request.req_id]] = reason is not None
             if reason is not None:
                 logger.info_once("ddtree: requests with %s are verified as a chain.", reason)
