@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -40,6 +41,7 @@ class TreeRunnerMixin:
         self.draft_tokens_handler = TreeDraftTokensHandler(device, self.tree_store)
         self._linear_positions = torch.zeros_like(self.input_buffers.positions)
         self._slot_mappings: torch.Tensor | None = None
+        self._logit_rows: np.ndarray | None = None
         self._aux_hidden_states: list[torch.Tensor] = []
         self._cache_mover: commit.CacheMover | None = None
         set_tree_state(self.tree_step)
@@ -70,6 +72,7 @@ class TreeRunnerMixin:
         set_tree_state(self.tree_step)
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         self._slot_mappings = slot_mappings
+        self._logit_rows = np.diff(input_batch.cu_num_logits_np)
         # Attention takes rows of length 0 for causal; a length left from an earlier step would mask them.
         self.tree_step.num_tree_reqs = 0
         self.tree_step.tree_len.zero_()
@@ -82,6 +85,13 @@ class TreeRunnerMixin:
                 self._linear_positions,
             )
         return block_tables, slot_mappings
+
+    def _set_active_loras(self, prompt_lora_mapping: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        """Name the adapter of every logits row; vLLM's V2 runner counts one row per request."""
+        rows, self._logit_rows = self._logit_rows, None
+        if rows is not None:
+            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, rows).tolist())
+        super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Keep the drafter's inputs in sight of :meth:`sample`, then sample, commit and draft."""
