@@ -36,9 +36,7 @@ def engine(pair: tuple[str, str], speculative: dict[str, Any] | None = None, **c
 
 
 @contextlib.contextmanager
-def engines(
-    pair: tuple[str, str], speculative: dict[str, Any], **changes: Any
-) -> Iterator[tuple[LLM, LLM]]:
+def engines(pair: tuple[str, str], speculative: dict[str, Any], **changes: Any) -> Iterator[tuple[LLM, LLM]]:
     """Two engines on one target, alive together: without speculation, and with it."""
     with engine(pair, **changes) as plain, engine(pair, speculative, **changes) as ours:
         yield plain, ours

@@ -6,6 +6,7 @@ import pytest
 from engines import engines, prompts, runner, tree
 from oracle import oracle
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 TOKENS = 8
 MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
@@ -83,6 +84,12 @@ def test_prompt_scores_of_given_tokens(llms):
     plain, ours = (results(llm, [prompt], params)[0] for llm in llms)
     assert plain.outputs[0].token_ids == ours.outputs[0].token_ids
     assert ours.prompt_token_id_logprobs == pytest.approx(plain.prompt_token_id_logprobs, abs=1e-4)
+
+
+def test_scores_of_given_output_tokens_are_refused(llms):
+    params = SamplingParams(max_tokens=2, logprob_token_ids=[65, 66])
+    with pytest.raises(VLLMValidationError, match="Ask for logprobs=N"):
+        results(llms[1], prompts(1), [params])
 
 
 def test_flat_logprobs(llms):
