@@ -10,7 +10,7 @@ import pytest
 from engines import accepted_length, engines, prompts, tree
 from oracle import oracle
 from vllm import SamplingParams
-from vllm.sampling_params import RepetitionDetectionParams
+from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
 TOKENS = 10
 OFFSETS = range(1, 8)
@@ -122,3 +122,37 @@ def test_repetition_detection_and_stop_strings_with_choices(llms):
     expected = same_ends(llms, asked, wanted, [asked[0] + [65] * TOKENS])
     assert expected[0][2:4] == ("repetition", "repetition_detected")
     assert len(expected[0][0]) == 3
+
+
+def deltas(llm, prompt, wanted):
+    """Text and tokens of a request that is streamed in deltas, joined."""
+    engine = llm.llm_engine
+    engine.add_request("streamed", {"prompt_token_ids": prompt}, wanted)
+    text, tokens, reason = "", [], None
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            (choice,) = output.outputs
+            text, tokens, reason = text + choice.text, [*tokens, *choice.token_ids], choice.finish_reason
+    return text, tokens, reason
+
+
+def test_how_text_is_handed_over(llms):
+    """Detokenizing, special tokens, streaming and the prefix cache's switch leave tokens as they are."""
+    prompt = printable(56)
+    special = {"ignore_eos": True, "logit_bias": {EOS: 3.0, 257: 3.0}}
+    wanted = [
+        params(**special),
+        params(detokenize=False, **special),
+        params(skip_special_tokens=False, **special),
+        params(skip_special_tokens=False, spaces_between_special_tokens=False, **special),
+        params(skip_reading_prefix_cache=True, **special),
+    ]
+    expected = same_ends(llms, [prompt] * len(wanted), wanted)
+    assert all(tokens == expected[0][0] for tokens, *_ in expected)
+    assert expected[1][1] == "" and "<|im_" in expected[2][1]
+    for interval in (None, 3):
+        wanted = params(stop=["~~"], output_kind=RequestOutputKind.DELTA, stream_interval=interval, **special)
+        with oracle([prompt + expected[0][0]]):
+            streamed = [deltas(llm, prompt, wanted.clone()) for llm in llms]
+        assert streamed[1] == streamed[0]
+        assert streamed[0][1] == expected[0][0]

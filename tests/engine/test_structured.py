@@ -99,3 +99,20 @@ def test_valid_and_equal_to_no_speculation(tiny, backend):
     (call,) = re.findall(CALL, texts[9])[:1]
     # vLLM 0.32 hands guidance the tag's schema in a wrapper that lets any JSON through.
     assert json.loads(call) in ARGUMENT["enum"] or backend == "guidance"
+
+
+@pytest.mark.slow
+def test_outlines(tiny):
+    settings = {"structured_outputs_config": {"backend": "outlines"}, "max_num_batched_tokens": 1024}
+    params = [
+        SamplingParams(
+            temperature=0.0, max_tokens=20, structured_outputs=StructuredOutputsParams(**constraint)
+        )
+        for constraint in ({"regex": REGEX}, {"choice": ["positive", "negative"]})
+    ]
+    asked = ["A code:", "Is it good?"]
+    with engines(tiny, tree(20), **settings) as llms:
+        plain, ours = (llm.generate(asked, params, use_tqdm=False) for llm in llms)
+    texts = [output.outputs[0].text for output in plain]
+    assert [output.outputs[0].text for output in ours] == texts
+    assert re.fullmatch(REGEX, texts[0]) and texts[1] in ("positive", "negative")

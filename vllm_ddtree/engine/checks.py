@@ -242,6 +242,11 @@ def resolved_problems(vllm_config: Any, options: TreeOptions) -> list[str]:
         problems.append(
             "per-token-head KV scales can't be moved with the accepted path; use another kv dtype."
         )
+    if vllm_config.structured_outputs_config.backend == "lm-format-enforcer":
+        problems.append(
+            "the structured output backend lm-format-enforcer can't roll a draft back, so vLLM refuses every "
+            "structured request with any speculation. Use xgrammar, guidance or outlines."
+        )
     return problems
 
 
