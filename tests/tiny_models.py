@@ -101,6 +101,37 @@ def make_drafter(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def make_adapter(folder: Path, seed: int, rank: int = 8) -> Path:
+    """Write a LoRA adapter (PEFT's layout) for a llama target of :func:`make_target`; return its folder."""
+    modules = {
+        "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+        "mlp.gate_proj": (FFN, HIDDEN),
+        "mlp.down_proj": (HIDDEN, FFN),
+    }
+    places = {f"model.layers.{i}.{name}": size for i in range(LAYERS) for name, size in modules.items()}
+    places["lm_head"] = (VOCAB, HIDDEN)
+    noise = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, (out, into) in places.items():
+        weights[f"base_model.model.{name}.lora_A.weight"] = _matrix(noise, rank, into)
+        weights[f"base_model.model.{name}.lora_B.weight"] = _matrix(noise, out, rank)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.split(".")[-1] for name in places}),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def _matrix(noise: torch.Generator, rows: int, columns: int, scale: float | None = None) -> torch.Tensor:
     return torch.randn(rows, columns, generator=noise) * (columns**-0.5 if scale is None else scale)
 

@@ -35,6 +35,18 @@ def engine(pair: tuple[str, str], speculative: dict[str, Any] | None = None, **c
         cleanup_dist_env_and_memory()
 
 
+@contextlib.contextmanager
+def engines(pair: tuple[str, str], speculative: dict[str, Any], **changes: Any) -> Iterator[tuple[LLM, LLM]]:
+    """Two engines on one target, alive together: without speculation, and with it."""
+    with engine(pair, **changes) as plain, engine(pair, speculative, **changes) as ours:
+        yield plain, ours
+
+
+def runner(llm: LLM) -> Any:
+    """The model runner inside an in-process engine."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
 def tree(nodes: int, **options: Any) -> dict[str, Any]:
     """The speculative config of a tree of ``nodes`` nodes."""
     return {"method": "ddtree", "num_speculative_tokens": nodes, **options}

@@ -1,7 +1,8 @@
 """A drafter that knows the answer, hidden behind wrong siblings: few steps, long non-first paths.
 
 The engine, its drafter and its scheduler are real; only the logits between drafting and building are
-replaced. At every depth the true next token is the drafter's third choice.
+replaced. At every depth the true next token is the drafter's third choice, and for requests verified as
+a chain, which has no siblings, its first.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ def oracle(texts: list[list[int]]) -> Iterator[None]:
         logits, vocab = torch.full_like(logits, -30.0), logits.shape[-1]
         for row, (anchor, position) in enumerate(zip(anchors, positions, strict=True)):
             text = next((t for t in texts if position <= len(t) and t[position - 1] == anchor), [])
+            chain = bool(self.store.is_chain[self.sample_idx_mapping[row * self.horizon]])
             for depth, token in enumerate(text[position : position + logits.shape[1]]):
-                for rank, choice in enumerate((token + 1, token + 2, token)):
+                choices = (token, token + 1) if chain else (token + 1, token + 2, token)
+                for rank, choice in enumerate(choices):
                     logits[row, depth, choice % vocab] = -0.5 * (rank + 1)
         build(self, num_reqs, logits)
 

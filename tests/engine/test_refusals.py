@@ -85,6 +85,24 @@ def test_parallel_layouts_that_are_refused(tiny):
     assert "pipeline parallelism" in text
 
 
+def test_routed_experts_are_refused(tiny):
+    text = refuse(tiny[0], tree(16, model=tiny[1]), enable_return_routed_experts=True)
+    assert "can't run with returned routed experts" in text
+
+
+def test_structured_backend_without_rollback_is_refused(tiny):
+    backend = {"backend": "lm-format-enforcer"}
+    text = refuse(tiny[0], tree(16, model=tiny[1]), structured_outputs_config=backend)
+    assert "Use xgrammar, guidance or outlines." in text
+
+
+def test_trace_replay_and_watermarks_are_refused(tiny):
+    text = refuse(tiny[0], tree(16, model=tiny[1]), enable_trace_replay=True)
+    assert "trace replay" in text
+    watermark = {"key": 1}
+    assert "watermarking" in refuse(tiny[0], tree(16, model=tiny[1]), watermark_config=watermark)
+
+
 def test_foreign_worker_class_is_refused(tiny):
     text = refuse(tiny[0], tree(16, model=tiny[1]), worker_cls="some.other.Worker")
     assert "--worker-cls is 'some.other.Worker'" in text

@@ -3,58 +3,73 @@
 from __future__ import annotations
 
 import pytest
-from engines import engine, generate, prompts, tree
+from engines import engines, generate, prompts, tree
 from vllm import SamplingParams
 
-TOKENS = 8
+TOKENS = 4
+TEMPERATURES = (0.3, 0.7, 1.0, 1.3, 2.0)
+CUTS = ({}, {"top_k": 10}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.8}, {"min_p": 0.05})
+COMMON = {"max_tokens": TOKENS, "ignore_eos": True}
 
 
-def requests():
-    """Greedy and sampled, plain and processed, one and several choices, in one batch."""
-    common = {"max_tokens": TOKENS, "ignore_eos": True}
+@pytest.fixture(scope="module")
+def llms(tiny):
+    with engines(tiny, tree(12), max_num_seqs=12, max_num_batched_tokens=1024) as both:
+        yield both
+
+
+def seeded(temperature, **changes):
+    return SamplingParams(temperature=temperature, **(COMMON | {"seed": 17} | changes))
+
+
+def mixed():
+    """Greedy, seeded and unseeded, plain and cut, one and four choices, in one batch."""
+    cuts = zip(TEMPERATURES, CUTS, strict=True)
     return [
-        SamplingParams(temperature=0.0, **common),
-        SamplingParams(temperature=0.5, seed=1, **common),
-        SamplingParams(temperature=1.0, seed=2, top_k=20, **common),
-        SamplingParams(temperature=1.5, seed=3, top_p=0.9, **common),
-        SamplingParams(temperature=0.8, seed=4, min_p=0.05, **common),
-        SamplingParams(temperature=1.0, seed=5, n=3, **common),
-        SamplingParams(temperature=0.7, seed=6, logit_bias={65: 5.0, 66: -100.0}, **common),
-        SamplingParams(temperature=0.0, allowed_token_ids=list(range(60, 110)), **common),
-        SamplingParams(temperature=0.0, repetition_penalty=1.3, **common),
-        SamplingParams(temperature=0.9, seed=7, presence_penalty=0.8, frequency_penalty=-0.5, **common),
-        SamplingParams(temperature=0.0, min_tokens=4, max_tokens=TOKENS),
-        SamplingParams(temperature=0.0, bad_words=["a", "b"], **common),
+        *(seeded(t, seed=100 + i, n=4, **cut) for i, (t, cut) in enumerate(cuts)),
+        SamplingParams(temperature=0.0, **COMMON),
+        SamplingParams(temperature=1.0, **COMMON),
+        SamplingParams(temperature=0.0, n=1, seed=3, **COMMON),
+        SamplingParams(temperature=1.7, top_k=5, n=2, **COMMON),
     ]
 
 
-def test_mixed_requests_equal_no_speculation(tiny):
-    asked = prompts(len(requests()), seed=31)
-    with engine(tiny) as llm:
-        plain = generate(llm, asked, requests())
-    with engine(tiny, tree(33)) as llm:
-        assert generate(llm, asked, requests()) == plain
+def comparable(texts, params):
+    """Texts of the requests whose noise is fixed; unseeded ones differ from run to run."""
+    choices = [p for p in params for _ in range(p.n)]
+    return [text for text, p in zip(texts, choices, strict=True) if p.seed is not None or p.temperature == 0]
 
 
-@pytest.mark.parametrize("count", [0, 5])
-def test_logprobs_follow_the_path(tiny, count):
-    asked = {"prompt_token_ids": prompts(1, seed=41)[0]}
-    params = SamplingParams(
-        temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=count, prompt_logprobs=1
-    )
-    results = []
-    for speculative in (None, tree(64)):
-        with engine(tiny, speculative) as llm:
-            results.append(llm.generate(asked, params, use_tqdm=False)[0])
-    plain, ours = results
-    assert ours.outputs[0].token_ids == plain.outputs[0].token_ids
-    pairs = zip(
-        [*plain.prompt_logprobs[1:], *plain.outputs[0].logprobs],
-        [*ours.prompt_logprobs[1:], *ours.outputs[0].logprobs],
-        strict=True,
-    )
-    for theirs, mine in pairs:
-        assert mine.keys() == theirs.keys()
-        for token, entry in theirs.items():
-            assert mine[token].logprob == pytest.approx(entry.logprob, abs=1e-4)
-            assert mine[token].rank == entry.rank
+def test_mixed_batch_equals_no_speculation(llms):
+    params = mixed()
+    asked = prompts(len(params), seed=31)
+    plain, ours = (comparable(generate(llm, asked, params), params) for llm in llms)
+    assert ours == plain
+    assert len({tuple(text) for text in plain[:4]}) > 1  # the four choices of a request differ
+
+
+@pytest.mark.slow
+def test_every_temperature_and_cut_equals_no_speculation(llms):
+    params = [
+        seeded(t, seed=1000 + 10 * i + j, n=4, **cut)
+        for i, t in enumerate(TEMPERATURES)
+        for j, cut in enumerate(CUTS)
+    ]
+    asked = prompts(len(params), seed=32)
+    plain, ours = (generate(llm, asked, params) for llm in llms)
+    assert ours == plain
+
+
+def test_seeds_do_not_depend_on_the_batch(llms):
+    """vllm#6038: a seeded request says the same alone, among others, reordered and beside itself."""
+    _, ours = llms
+    (asked, *others), mine = prompts(5, seed=33), seeded(1.1, top_p=0.95)
+    free = SamplingParams(temperature=1.0, **COMMON)
+    (alone,) = generate(ours, [asked], mine)
+    for batch, params, place in (
+        ([asked, *others], [mine, free, free, mine, free], 0),
+        ([*others, asked], [free, mine, SamplingParams(temperature=0.0, **COMMON), free, mine], 4),
+        ([asked, asked], [mine, mine], 1),
+        ([others[0], asked], [seeded(0.4, max_tokens=2), mine], 1),
+    ):
+        assert generate(ours, batch, params)[place] == alone

@@ -6,7 +6,19 @@ is. Owns the list of sampling parameters whose effect at a node depends on the p
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+
+_STOCK_PROCESSORS = (LogitBiasState, PenaltiesState, BadWordsState)
+
+
+def has_custom_processors(sampler: Any) -> bool:
+    """Whether vLLM's Sampler runs processors that are not its own, from the config or an installed plugin."""
+    return any(not isinstance(processor, _STOCK_PROCESSORS) for processor in sampler.logits_processors)
 
 
 def chain_reason(params: SamplingParams | None, custom_processors: bool) -> str | None:

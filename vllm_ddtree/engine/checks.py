@@ -124,8 +124,24 @@ def parallel_problems(engine_args: Any, parallel: Any) -> list[str]:
             "watermarking",
             "its contexts are rows in chain order",
         ),
+        (
+            engine_args.aux_output_config.enable_return_routed_experts,
+            "returned routed experts",
+            "they are kept by cache slot, and the rows of an accepted path move",
+        ),
     )
     return [f"ddtree can't run with {name}: {why}. Switch it off." for bad, name, why in rules if bad]
+
+
+def request_problem(params: Any) -> str | None:
+    """What ddtree can't do for one request, from its SamplingParams, or None."""
+    if params.logprob_token_ids:
+        return (
+            "logprob_token_ids needs the scores of given tokens at every row, but vLLM's verification with "
+            "any speculation keeps the top ones only and would leave them out. Ask for logprobs=N "
+            "(-1 for all), or serve without ddtree."
+        )
+    return None
 
 
 def speculative_problems(rest: dict[str, Any]) -> list[str]:
@@ -225,6 +241,11 @@ def resolved_problems(vllm_config: Any, options: TreeOptions) -> list[str]:
     if vllm_config.cache_config.cache_dtype.endswith("per_token_head"):
         problems.append(
             "per-token-head KV scales can't be moved with the accepted path; use another kv dtype."
+        )
+    if vllm_config.structured_outputs_config.backend == "lm-format-enforcer":
+        problems.append(
+            "the structured output backend lm-format-enforcer can't roll a draft back, so vLLM refuses every "
+            "structured request with any speculation. Use xgrammar, guidance or outlines."
         )
     return problems
 

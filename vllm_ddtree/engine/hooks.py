@@ -68,6 +68,13 @@ def _wrap_validate_spec_decode(original: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(original)
     def _validate_spec_decode(self: Any, speculative_config: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(speculative_config, IS_TREE, False):
+            from vllm.exceptions import VLLMValidationError
+
+            from vllm_ddtree.engine.checks import request_problem
+
+            problem = request_problem(self)
+            if problem:
+                raise VLLMValidationError(problem)
             return None
         return original(self, speculative_config, *args, **kwargs)
 
@@ -96,7 +103,8 @@ HOOKS: tuple[Hook, ...] = (
         "SamplingParams",
         "_validate_spec_decode",
         ("self", "speculative_config"),
-        "vLLM turns min_p and logit_bias away with any speculation; they are exact at every node of a tree",
+        "vLLM turns min_p and logit_bias away with any speculation, which are exact at every node of a tree, "
+        "and lets logprob_token_ids through, which are not",
         _wrap_validate_spec_decode,
     ),
 )

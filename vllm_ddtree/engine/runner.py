@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from vllm_ddtree.engine import commit
-from vllm_ddtree.engine.chain import chain_reason
+from vllm_ddtree.engine.chain import chain_reason, has_custom_processors
 from vllm_ddtree.engine.config import tree_options
 from vllm_ddtree.engine.proposer import TreeSpeculator
 from vllm_ddtree.engine.scorer import TreeScorer
@@ -39,6 +40,7 @@ class TreeRunnerMixin:
         self.tree_step = TreeStep(self.max_num_reqs, options.num_nodes, device)
         self.draft_tokens_handler = TreeDraftTokensHandler(device, self.tree_store)
         self._slot_mappings: torch.Tensor | None = None
+        self._logit_rows: np.ndarray | None = None
         self._aux_hidden_states: list[torch.Tensor] = []
         self._commit: commit.Commit | None = None
         set_tree_state(self.tree_step)
@@ -57,12 +59,12 @@ class TreeRunnerMixin:
     def add_requests(self, scheduler_output: Any) -> None:
         """Take new requests in; those with path-dependent sampling parameters are drafted as chains."""
         super().add_requests(scheduler_output)
+        custom = has_custom_processors(self.sampler)
         for request in scheduler_output.scheduled_new_reqs:
-            reason = chain_reason(request.sampling_params, bool(self.model_config.logits_processors))
+            reason = chain_reason(request.sampling_params, custom)
             state = self.req_states.req_id_to_index[request.req_id]
-            self.tree_store.is_chain[state].fill_(
-                reason is not None
-            )  # an assignment would wait for the device
+            # Not an assignment, which would copy from the host and wait for the device.
+            self.tree_store.is_chain[state].fill_(reason is not None)
             if reason is not None:
                 logger.info_once("ddtree: requests with %s are verified as a chain.", reason)
 
@@ -71,10 +73,18 @@ class TreeRunnerMixin:
         set_tree_state(self.tree_step)
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         self._slot_mappings = slot_mappings
+        self._logit_rows = np.diff(input_batch.cu_num_logits_np)
         commit.begin_step(
             self.tree_store, self.tree_step, input_batch, self.req_states.num_computed_tokens.gpu
         )
         return block_tables, slot_mappings
+
+    def _set_active_loras(self, prompt_lora_mapping: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        """Name the adapter of every logits row; vLLM's V2 runner counts one row per request."""
+        rows, self._logit_rows = self._logit_rows, None
+        if rows is not None:
+            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, rows).tolist())
+        super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Keep the drafter's inputs in sight of :meth:`sample`, then sample, commit and draft."""

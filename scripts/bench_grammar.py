@@ -1,0 +1,220 @@
+"""Host time per step of making grammar bitmasks: a chain of 15 nodes against trees.
+
+    python scripts/bench_grammar.py [--json FILE] [--repeats N]
+
+One request whose answer is a JSON document under a schema of an ordinary size, with SmolLM2's vocabulary.
+Drafts follow the document; a tree's other candidates are tokens that the grammar allows at that depth, or,
+for half of them, any token. The chain is what vLLM does: validate the draft, then fill and accept node by
+node, roll back. The tree is walked depth first with one rollback per edge; a child that the grammar refuses
+drops out with everything under it. Both only measure the host: nothing here runs a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+TARGET = ROOT / ".models" / "SmolLM2-135M-Instruct"
+DEPTH = 15  # a drafter of block size 16
+TREES = (16, 32, 64)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "order_id": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{6}$"},
+        "customer": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "email": {"type": "string"},
+                "tier": {"enum": ["bronze", "silver", "gold"]},
+            },
+            "required": ["name", "email", "tier"],
+            "additionalProperties": False,
+        },
+        "items": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "sku": {"type": "string"},
+                    "quantity": {"type": "integer"},
+                    "price": {"type": "number"},
+                    "tags": {"type": "array", "items": {"type": "string"}},
+                },
+                "required": ["sku", "quantity", "price"],
+                "additionalProperties": False,
+            },
+        },
+        "paid": {"type": "boolean"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["order_id", "customer", "items", "paid", "note"],
+    "additionalProperties": False,
+}
+DOCUMENT = {
+    "order_id": "AB-204981",
+    "customer": {"name": "Ada Lovelace", "email": "ada@example.org", "tier": "gold"},
+    "items": [
+        {"sku": "lamp-12", "quantity": 2, "price": 19.5, "tags": ["home", "light"]},
+        {"sku": "desk-oak", "quantity": 1, "price": 240.0},
+        {"sku": "cable usb c", "quantity": 10, "price": 3.25, "tags": []},
+    ],
+    "paid": True,
+    "note": "Leave the parcel with the neighbour on the second floor, please.",
+}
+
+
+def make_backend(name, tokenizer, nodes):
+    from vllm.v1.structured_output.backend_guidance import GuidanceBackend
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+    config = SimpleNamespace(
+        structured_outputs_config=SimpleNamespace(
+            disable_any_whitespace=False, disable_additional_properties=False
+        ),
+        speculative_config=SimpleNamespace(num_speculative_tokens=nodes),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="llama")),
+    )
+    return {"xgrammar": XgrammarBackend, "guidance": GuidanceBackend}[name](
+        config, tokenizer=tokenizer, vocab_size=len(tokenizer)
+    )
+
+
+def chain_step(grammar, drafts, bitmask):
+    """vLLM's own work: validate the draft, then a mask for every position and the bonus."""
+    drafts = grammar.validate_tokens(drafts)
+    for row, token in enumerate(drafts):
+        grammar.fill_bitmask(bitmask, row)
+        grammar.accept_tokens("", [token])
+    grammar.fill_bitmask(bitmask, len(drafts))
+    if drafts:
+        grammar.rollback(len(drafts))
+    return len(drafts) + 1
+
+
+def tree_step(grammar, tokens, children, bitmask):
+    """Depth first: mask of a node, then every child that the grammar accepts; returns masks filled."""
+    filled = 0
+    stack = [(0, iter(children[0]))]
+    grammar.fill_bitmask(bitmask, 0)
+    filled += 1
+    while stack:
+        _, rest = stack[-1]
+        child = next(rest, None)
+        if child is None:
+            stack.pop()
+            if stack:
+                grammar.rollback(1)
+            continue
+        # validate_tokens asks without the error log that a refused accept_tokens writes.
+        if grammar.is_terminated() or not grammar.validate_tokens([tokens[child]]):
+            continue
+        grammar.accept_tokens("", [tokens[child]])
+        if not grammar.is_terminated():
+            grammar.fill_bitmask(bitmask, child)
+            filled += 1
+        stack.append((child, iter(children[child])))
+    return filled
+
+
+def candidates(grammar, truth, vocab, bitmask, draw, count=8):
+    """Candidates per depth: the document's token first, then allowed ones and any, half and half."""
+    rows = []
+    for token in truth:
+        grammar.fill_bitmask(bitmask, 0)
+        bits = bitmask[0].numpy().view("uint32")
+        other = [t for t in draw.sample(range(vocab), 2000) if t != token]
+        allowed = [t for t in other if bits[t // 32] >> (t % 32) & 1][: count // 2]
+        rest = [t for t in other if t not in allowed]
+        # Every second one is allowed, as long as there are any.
+        mixed = [t for pair in zip(allowed, rest, strict=False) for t in pair]
+        rows.append([token, *(mixed + rest[len(allowed) :])[: count - 1]])
+        grammar.accept_tokens("", [token])
+    grammar.rollback(len(truth))
+    return rows
+
+
+def best_first(rows, nodes):
+    """The tree of a drafter that gives its first choice 60%, the second 60% of the rest, and so on."""
+    from vllm_ddtree import reference
+
+    logps = torch.log(torch.tensor([0.6 * 0.4**rank for rank in range(len(rows[0]))]))
+    top = logps.expand(1, len(rows), -1)
+    tokens, parents, *_, count = reference.build(
+        top, torch.tensor([rows]), torch.tensor([nodes], dtype=torch.int32), nodes
+    )
+    children = [[] for _ in range(nodes + 1)]
+    for node in range(1, int(count) + 1):
+        children[int(parents[0, node])].append(node)
+    return tokens[0].tolist(), children
+
+
+def measure(name, tokenizer, repeats):
+    from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+
+    backend = make_backend(name, tokenizer, max(TREES))
+    began = time.perf_counter()
+    grammar = backend.compile_grammar(StructuredOutputOptions.JSON, json.dumps(SCHEMA))
+    compiled = time.perf_counter() - began
+    bitmask = backend.allocate_token_bitmask(max(TREES) + 1)
+    truth = tokenizer.encode(json.dumps(DOCUMENT), add_special_tokens=False)
+    draw = random.Random(0)
+    times = {"chain 15": []} | {f"tree {nodes}": [] for nodes in TREES}
+    filled = {key: [] for key in times}
+    for at in range(0, len(truth) - DEPTH, 3):
+        rows = candidates(grammar, truth[at : at + DEPTH], len(tokenizer), bitmask, draw)
+        steps = {"chain 15": (chain_step, truth[at : at + DEPTH])}
+        steps |= {f"tree {nodes}": (tree_step, *best_first(rows, nodes)) for nodes in TREES}
+        for key, (step, *drafts) in steps.items():
+            runs = []
+            for _ in range(repeats):
+                began = time.perf_counter()
+                masks = step(grammar, *drafts, bitmask)
+                runs.append((time.perf_counter() - began) * 1e3)
+            times[key].append(statistics.median(runs))
+            filled[key].append(masks)
+        grammar.accept_tokens("", truth[at : at + 3])
+    return {
+        "backend": name,
+        "compile_ms": round(compiled * 1e3, 2),
+        "positions": len(times["chain 15"]),
+        "steps": {
+            key: {
+                "median_ms": round(statistics.median(values), 3),
+                "p95_ms": round(statistics.quantiles(values, n=20)[-1], 3),
+                "masks": round(statistics.mean(filled[key]), 1),
+            }
+            for key, values in times.items()
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    results = [measure(name, tokenizer, options.repeats) for name in ("xgrammar", "guidance")]
+    print("| backend | draft | masks | median ms | p95 ms |\n|---|---|---|---|---|")
+    for result in results:
+        for key, row in result["steps"].items():
+            print(f"| {result['backend']} | {key} | {row['masks']} | {row['median_ms']} | {row['p95_ms']} |")
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
