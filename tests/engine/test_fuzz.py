@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 from driving import free_blocks, scheduler
 from engines import engine, prompts, tree
-from hypothesis import HealthCheck, Phase, event, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from oracle import oracle
 from vllm import SamplingParams
 
 LIMIT = 160
+# Which choice of a knowing drafter is right, by position (oracle.py).
+RANKS = (0, 0, 0, 0, 0, 3, 2, 2, 3, 1, 3)
 COMMON = {"max_model_len": LIMIT, "block_size": 32, "num_gpu_blocks_override": 40}
 # Nodes, and what makes each engine unlike the others.
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -175,11 +178,13 @@ def compare(asked: list[Asked], ours: list[Got], plain: list[Got]) -> None:
             assert all(a[token] == pytest.approx(b[token], abs=1e-3) for token in a), request
 
 
-def check(engines, name: str, asked: list[Asked]) -> None:
+def check(engines, name: str, asked: list[Asked], knowing: bool) -> None:
     plain = play(engines["no speculation"], asked, aborts=False)
-    ours = play(engines[name], asked, aborts=True)
-    for request in asked:
-        event("aborted" if request.aborted is not None else "survives")
+    llm = engines[name]
+    known = [request.prompt + answer.tokens for request, answer in zip(asked, plain, strict=True)]
+    # The tiny drafter accepts little; one that knows the answers makes long paths, and so moved rows.
+    with oracle(known, RANKS) if knowing else contextlib.nullcontext():
+        ours = play(llm, asked, aborts=True)
     compare(asked, ours, plain)
 
 
@@ -196,16 +201,16 @@ def explore(examples: int):
 
 
 @explore(8)
-@given(asked=scenarios(), name=st.sampled_from(FAST))
-def test_a_scenario_is_unchanged(engines, asked, name):
-    check(engines, name, asked)
+@given(scenarios(), st.sampled_from(FAST), st.sampled_from([True, True, False]))
+def test_a_scenario_is_unchanged(engines, asked, name, knowing):
+    check(engines, name, asked, knowing)
 
 
 @pytest.mark.slow
 @explore(int(os.environ.get("DDTREE_FUZZ_EXAMPLES", "150")))
-@given(asked=scenarios(), name=st.sampled_from(sorted(ENGINES)))
-def test_many_scenarios_are_unchanged(engines, asked, name):
-    check(engines, name, asked)
+@given(scenarios(), st.sampled_from(sorted(ENGINES)), st.sampled_from([True, True, False]))
+def test_many_scenarios_are_unchanged(engines, asked, name, knowing):
+    check(engines, name, asked, knowing)
 
 
 def test_preemption_and_prefix_hits_really_happen(engines):
