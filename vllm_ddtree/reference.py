@@ -98,15 +98,19 @@ def max_depth(depths: Tensor) -> Tensor:
     return depths.amax(dim=1)
 
 
+def _check_count(r: int, count: int, q_len: int) -> None:
+    if not 0 <= count < q_len:
+        raise ValueError(
+            f"num_nodes[{r}] must be in [0, {q_len - 1}], found {count}: the tree arrays have {q_len} slots "
+            "with the root; pass what build wrote"
+        )
+
+
 def _trees(parents: Tensor, num_nodes: Tensor) -> list[list[int]]:
     """Parent lists cut to the real nodes, checked: 0 <= parent < node."""
     rows = []
     for r, (row, count) in enumerate(zip(parents.tolist(), num_nodes.tolist(), strict=True)):
-        if not 0 <= count < len(row):
-            raise ValueError(
-                f"num_nodes[{r}] must be in [0, {len(row) - 1}], found {count}: the tree arrays have "
-                f"{len(row)} slots with the root; clamp the budget to max_nodes"
-            )
+        _check_count(r, count, len(row))
         for i in range(1, count + 1):
             if not 0 <= row[i] < i:
                 raise ValueError(
@@ -207,7 +211,8 @@ def walk(
         candidates.tolist(), retrieve_next_token.tolist(), retrieve_next_sibling.tolist(),
         num_nodes.tolist(), target_tokens.tolist(), strict=True,
     )  # fmt: skip
-    for tokens, next_token, next_sibling, count, drawn in rows:
+    for r, (tokens, next_token, next_sibling, count, drawn) in enumerate(rows):
+        _check_count(r, count, len(tokens))
         path, out = [0], [drawn[0]]
         while len(path) <= depth_limit:
             children = _children(path[-1], next_token, next_sibling, count)
@@ -264,6 +269,7 @@ def walk_coins(
         num_nodes.tolist(), coins.tolist(), final_coins.tolist(), strict=True,
     )  # fmt: skip
     for r, (tokens, next_token, next_sibling, count, coin, final_coin) in enumerate(rows):
+        _check_count(r, count, len(tokens))
         path: list[int] = [0]
         out: list[int] = []
         while True:

@@ -6,8 +6,12 @@ Invariant: each function returns all problems it finds, so that the user sees th
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from vllm import envs
 from vllm.platforms import current_platform
 
@@ -185,6 +189,59 @@ def drafter_problems(drafter: str, revision: str | None, target: Any) -> list[st
             "distributions for a whole block from one forward, which only DFlash gives."
         ]
     return _fit_problems(config, target.hf_text_config, drafter)
+
+
+def weight_problems(role: str, model: str, load_format: str) -> list[str]:
+    """Problems of a model's weight files: only safetensors are read, never a pickle.
+
+    Args:
+        role: "target" or "drafter", for the sentence.
+        model: folder or model id; an id can't be looked into here.
+        load_format: vLLM's key, under which ``auto`` falls back to pickles.
+    """
+    files = list(Path(model).glob("*.safetensors"))
+    if load_format in ("pt", "npcache"):
+        found = f"load_format is {load_format!r}"
+    elif load_format in ("auto", "hf") and Path(model).is_dir() and not files:
+        found = "its folder has no *.safetensors file"
+    else:
+        return []
+    return [
+        f"the {role} {model!r} would be read from pickles: {found}. A pickle can run code, so ddtree takes "
+        "safetensors only; convert the weights."
+    ]
+
+
+def drafter_file_problems(drafter: str) -> list[str]:
+    """Problems of a local drafter's weight files, from their headers alone.
+
+    vLLM leaves parameters that no file has as they were allocated, without a word, and the drafter would
+    draft nonsense: every layer must have what any layer has.
+    """
+    folder, names = Path(drafter), set()
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                names.update(opened.keys())
+        except Exception as error:
+            return [f"the drafter's file {str(file)!r} is broken ({error}). Copy it again."]
+    found = [
+        match.groups() for match in (re.search(r"layers\.(\d+)\.(.+)$", name) for name in names) if match
+    ]
+    if not found:
+        return []
+    try:
+        layers = range(int(json.loads((folder / "config.json").read_text())["num_hidden_layers"]))
+    except (OSError, ValueError, KeyError):
+        return []  # said elsewhere
+    parts = {part for _, part in found}
+    missing = sorted(f"layers.{i}.{part}" for i in layers for part in parts if (str(i), part) not in found)
+    if not missing:
+        return []
+    return [
+        f"the drafter {drafter!r} lacks {len(missing)} tensors, {missing[0]!r} for one; it would draft from "
+        "memory as it was allocated. Copy all of its files."
+    ]
 
 
 def _fit_problems(config: dict[str, Any], text: Any, drafter: str) -> list[str]:

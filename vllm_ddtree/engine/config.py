@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig, replace
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -68,8 +68,12 @@ def create_tree_config(
             problems.append(checks.no_drafter(target_model_config.model))
         else:
             rest["model"] = row.drafter
+    load_format = str(engine_args.load_format)
+    problems += checks.weight_problems("target", target_model_config.model, load_format)
     if rest.get("model"):
         problems += checks.drafter_problems(rest["model"], rest.get("revision"), target_model_config)
+        problems += checks.weight_problems("drafter", rest["model"], load_format)
+        problems += checks.drafter_file_problems(rest["model"])
     if problems:
         raise checks.refusal(problems)
 
@@ -84,6 +88,9 @@ def create_tree_config(
     finally:
         engine_args.speculative_config = user_config
     setattr(config, IS_TREE, True)
+    if config.draft_load_config is None and load_format in ("auto", "hf"):
+        # A drafter by model id can't be looked into above; vLLM would fall back to pickles.
+        config.draft_load_config = replace(engine_args.create_load_config(), load_format="safetensors")
     horizon = drafter_horizon(config)
     options = options.model_copy(update={"max_depth": min(options.max_depth or horizon, horizon)})
 

@@ -1,0 +1,455 @@
+"""A server (or an engine) under random load, watched for wrong text, stuck requests and leaks.
+
+    python scripts/soak.py --requests 300                         # server, bursts, disconnects, bad requests
+    python scripts/soak.py --offline --steps 5000                 # in process, random aborts
+    python scripts/soak.py --restarts 5                           # start and stop an engine again and again
+    python scripts/soak.py --target DIR --drafter DIR --nodes 64  # any pair; without it tiny random models
+
+The greedy answers that survivors must get come from an engine without speculation, in a process of its own.
+Writes a JSON report; exit status 1 when a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parent.parent
+sys.path += [str(ROOT / "tests"), str(ROOT / "scripts")]
+GPU = shutil.which("nvidia-smi") is not None
+os.environ.update({"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"})
+if not GPU:
+    os.environ.update({"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"})
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+KINDS = {"stream": 30, "whole": 20, "sampled": 10, "slow": 8, "disconnect": 14, "cancel": 8, "invalid": 10}
+INVALID: list[dict[str, Any]] = [
+    {"max_tokens": -1},
+    {"temperature": -2},
+    {"top_p": 7},
+    {"model": "nobody"},
+    {"prompt": [1] * 5000},
+    {"prompt": [10**9]},
+    {"prompt": {"no": "prompt"}},
+    {"n": 0},
+    {"logprobs": -7},
+    {"max_tokens": "many"},
+    {"structured_outputs": {"regex": "("}},
+]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--target", help="folder of the target; default: tiny random models")
+    parser.add_argument("--drafter", help="folder of its DFlash drafter")
+    parser.add_argument("--nodes", type=int, default=16)
+    parser.add_argument("--dtype", default="float32", help="other types may differ from no speculation")
+    parser.add_argument("--max-model-len", type=int, default=256)
+    parser.add_argument("--max-num-seqs", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=48, help="KV blocks; few of them cause preemption")
+    parser.add_argument("--eager", action="store_true", default=not GPU)
+    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--prompts", type=int, default=24, help="different prompts")
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=0, help="go on until so many engine steps, too")
+    parser.add_argument("--seconds", type=int, default=0, help="stop sending after this time")
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--offline", action="store_true")
+    parser.add_argument("--restarts", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", default="soak.json")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "dtype": args.dtype,
+        "enforce_eager": args.eager,
+        "max_model_len": args.max_model_len,
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_batched_tokens": max(512, args.max_num_seqs * (2 * args.nodes + 1)),
+        "num_gpu_blocks_override": args.blocks,
+        "disable_log_stats": False,
+    }
+
+
+def speculative(args: argparse.Namespace) -> dict[str, Any]:
+    return {"method": "ddtree", "model": args.drafter, "num_speculative_tokens": args.nodes}
+
+
+def make_prompts(args: argparse.Namespace) -> list[list[int]]:
+    """Byte prompts of ragged lengths; half of them begin alike, which the prefix cache sees."""
+    draw = random.Random(args.seed)
+    longest = args.max_model_len - args.max_tokens
+    shared = [draw.randrange(32, 127) for _ in range(longest // 2)]
+    found = []
+    for i in range(args.prompts):
+        own = [draw.randrange(32, 127) for _ in range(draw.randint(1, longest // 3))]
+        found.append(shared + own if i % 2 else own)
+    return found
+
+
+def memory(process: psutil.Process) -> float:
+    """MiB of a process and its children."""
+    total = 0
+    for one in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            total += one.memory_info().rss
+    return total / 2**20
+
+
+def growth(samples: list[float]) -> dict[str, Any]:
+    """Memory at the end against memory once everything was touched, as medians of a tenth each."""
+    if len(samples) < 10:
+        return {"samples": len(samples), "mib": samples}
+    tenth = len(samples) // 10
+    middle = lambda part: sorted(part)[len(part) // 2]  # noqa: E731
+    marks = [round(middle(samples[i * tenth : (i + 1) * tenth or None])) for i in range(10)]
+    return {"samples": len(samples), "mib_by_tenths": marks, "growth_second_half_mib": marks[9] - marks[4]}
+
+
+# Parts that run in a process of their own, so that their memory is theirs alone.
+
+
+def answers(args: argparse.Namespace) -> list[list[int]]:
+    """The greedy text of every prompt without speculation."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(args.target, **engine_settings(args))
+    params = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True)
+    asked = [{"prompt_token_ids": prompt} for prompt in make_prompts(args)]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(asked, params, use_tqdm=False)]
+
+
+def offline(args: argparse.Namespace) -> dict[str, Any]:
+    """Steps of one engine in this process with random arrivals and aborts."""
+    from vllm import LLM, SamplingParams
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    expected = json.loads(os.environ["SOAK_ANSWERS"])
+    draw, prompts = random.Random(args.seed + 1), make_prompts(args)
+    llm = LLM(args.target, speculative_config=speculative(args), **engine_settings(args))
+    work, process = llm.llm_engine, psutil.Process()
+    running: dict[str, tuple[int, int]] = {}
+    counts, samples, wrong, steps, sent = Counter(), [], [], 0, 0
+    begun = time.monotonic()
+    while True:
+        late = bool(args.seconds) and time.monotonic() - begun > args.seconds
+        if not late and steps < args.steps and len(running) < args.max_num_seqs + 4 and draw.random() < 0.5:
+            which, length = draw.randrange(len(prompts)), draw.randint(1, args.max_tokens)
+            greedy = draw.random() < 0.7
+            params = SamplingParams(
+                temperature=0 if greedy else 1.0,
+                max_tokens=length,
+                ignore_eos=True,
+                seed=None if greedy else sent,
+            )
+            running[str(sent)] = (which if greedy else -1, length)
+            work.add_request(str(sent), {"prompt_token_ids": prompts[which]}, params)
+            sent += 1
+        if running and draw.random() < 0.03:
+            name = draw.choice(sorted(running))
+            work.abort_request([name])
+            del running[name]
+            counts["aborted"] += 1
+        for output in work.step():
+            if not output.finished or output.request_id not in running:
+                continue
+            which, length = running.pop(output.request_id)
+            counts["finished"] += 1
+            tokens = list(output.outputs[0].token_ids)
+            if which >= 0:
+                counts["compared"] += 1
+                if tokens != expected[which][:length]:
+                    wrong.append({"prompt": which, "length": length, "got": tokens})
+        steps += 1
+        if steps % 50 == 0:
+            samples.append(memory(process))
+        if not running and (steps >= args.steps or late):
+            break
+    for _ in range(3):
+        work.step()
+    pool = work.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    return {
+        "mode": "offline",
+        "steps": steps,
+        "seconds": round(time.monotonic() - begun),
+        "requests": {"sent": sent, **counts},
+        "wrong_text": wrong,
+        "kv_blocks_in_use_at_end": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        "preemptions": values.get("vllm:num_preemptions", 0),
+        "memory": growth(samples),
+    }
+
+
+def restarts(args: argparse.Namespace) -> dict[str, Any]:
+    """Engines one after the other, each with an engine process of its own; what stays behind."""
+    import gc
+
+    from vllm import LLM, SamplingParams
+
+    expected = json.loads(os.environ["SOAK_ANSWERS"])
+    prompts, process, rows, wrong = make_prompts(args)[:4], psutil.Process(), [], []
+    for _ in range(args.restarts):
+        began = time.monotonic()
+        llm = LLM(args.target, speculative_config=speculative(args), **engine_settings(args))
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        for which, output in enumerate(outputs):
+            if list(output.outputs[0].token_ids) != expected[which][:4]:
+                wrong.append(which)
+        llm.llm_engine.engine_core.shutdown()
+        del llm, outputs
+        gc.collect()
+        rows.append(
+            {
+                "seconds": round(time.monotonic() - began, 1),
+                "mib": round(process.memory_info().rss / 2**20),
+                "children": len([p for p in process.children(recursive=True) if "EngineCore" in p.name()]),
+                "open_files": process.num_fds(),
+                "threads": process.num_threads(),
+            }
+        )
+    return {"mode": "restarts", "engines": rows, "wrong_text": wrong}
+
+
+def inside(args: argparse.Namespace, part: str, environment: dict[str, str]) -> Any:
+    """Run a part of this file in a process of its own and return what it found."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as result:
+        command = [sys.executable, __file__, *sys.argv[1:], "--inside", part, "--output", result.name]
+        command += ["--target", args.target, "--drafter", args.drafter]
+        subprocess.run(command, check=True, env=os.environ | environment)
+        return json.loads(Path(result.name).read_text())
+
+
+# The server and its clients.
+
+
+def start_server(args: argparse.Namespace, log: Path) -> tuple[subprocess.Popen[bytes], str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.target]
+    command += ["--served-model-name", "soaked", "--host", "127.0.0.1", "--port", str(port)]
+    for key, value in engine_settings(args).items():
+        if value is True:
+            command.append("--" + key.replace("_", "-"))
+        elif value is not False:
+            command += ["--" + key.replace("_", "-"), str(value)]
+    command += ["--speculative-config", json.dumps(speculative(args))]
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
+    return process, f"http://127.0.0.1:{port}"
+
+
+def metrics(base: str) -> dict[str, float]:
+    """Sums of the counters and gauges of the metrics page, by name."""
+    page = urllib.request.urlopen(f"{base}/metrics", timeout=60).read().decode()
+    found: dict[str, float] = {}
+    for name, value in re.findall(r"^(vllm:\w+)(?:\{.*\})? (\S+)$", page, re.M):
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+class Clients:
+    """Random requests of every kind, and what became of them."""
+
+    def __init__(self, args: argparse.Namespace, base: str, expected: list[list[int]]) -> None:
+        import httpx
+
+        self.args, self.expected = args, expected
+        self.draw, self.prompts = random.Random(args.seed + 2), make_prompts(args)
+        self.http = httpx.AsyncClient(base_url=base, timeout=900)
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[Any] = []
+        self.failed: list[str] = []
+
+    async def one(self, gate: asyncio.Semaphore) -> None:
+        kind = self.draw.choices(list(KINDS), list(KINDS.values()))[0]
+        which, length = self.draw.randrange(len(self.prompts)), self.draw.randint(1, self.args.max_tokens)
+        body = {
+            "model": "soaked",
+            "prompt": self.prompts[which],
+            "max_tokens": length,
+            "temperature": 1.0 if kind == "sampled" else 0.0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": kind in ("stream", "slow", "disconnect"),
+        }
+        async with gate:
+            try:
+                tokens = await asyncio.wait_for(getattr(self, f"_{kind}", self._whole)(body), 900)
+            except asyncio.TimeoutError:
+                self.failed.append(f"{kind}: stuck for 900 s")
+                return
+            except Exception as error:
+                self.failed.append(f"{kind}: {error!r}")
+                return
+        self.counts[kind] += 1
+        if tokens is not None and kind != "sampled":
+            self.counts["compared"] += 1
+            if tokens != self.expected[which][:length]:
+                self.wrong.append({"kind": kind, "prompt": which, "length": length, "got": tokens})
+
+    async def _whole(self, body: dict[str, Any]) -> list[int] | None:
+        reply = await self.http.post("/v1/completions", json=body)
+        reply.raise_for_status()
+        return reply.json()["choices"][0]["token_ids"]
+
+    async def _stream(self, body: dict[str, Any], pause: float = 0, leave: int = 10**9) -> list[int] | None:
+        tokens: list[int] = []
+        async with self.http.stream("POST", "/v1/completions", json=body) as reply:
+            reply.raise_for_status()
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        tokens += choice.get("token_ids") or []
+                    leave -= 1
+                    if leave <= 0:
+                        return None
+                    await asyncio.sleep(pause)
+        return tokens
+
+    async def _slow(self, body: dict[str, Any]) -> list[int] | None:
+        return await self._stream(body, pause=self.draw.uniform(0.2, 2.0))
+
+    async def _disconnect(self, body: dict[str, Any]) -> None:
+        await self._stream(body, leave=self.draw.randint(1, 4))
+
+    async def _cancel(self, body: dict[str, Any]) -> list[int] | None:
+        try:
+            return await asyncio.wait_for(self._whole(body), self.draw.uniform(0.0, 3.0))
+        except asyncio.TimeoutError:
+            self.counts["cancelled before the answer"] += 1
+            return None
+
+    async def _invalid(self, body: dict[str, Any]) -> None:
+        body |= self.draw.choice(INVALID)
+        reply = await self.http.post("/v1/completions", json=body)
+        if not 400 <= reply.status_code < 500:
+            raise ValueError(
+                f"status {reply.status_code} for { ({k: body[k] for k in body if k != 'prompt'}) }"
+            )
+
+    async def storm(self, base: str, server: psutil.Process, samples: list[float]) -> None:
+        """Bursts until the wanted requests and steps are done; memory every two seconds."""
+        gate, tasks, sent = asyncio.Semaphore(self.args.concurrency), set(), 0
+        begun = sampled = time.monotonic()
+        while True:
+            steps = 0.0
+            if self.args.steps and sent >= self.args.requests:
+                steps = (await asyncio.to_thread(metrics, base)).get("vllm:iteration_tokens_total_count", 0)
+            if sent >= self.args.requests and steps >= self.args.steps:
+                break
+            if self.args.seconds and time.monotonic() - begun > self.args.seconds:
+                break
+            if len(tasks) < 2 * self.args.concurrency:
+                for _ in range(self.draw.randint(1, self.args.concurrency)):
+                    task = asyncio.create_task(self.one(gate))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                    sent += 1
+            await asyncio.sleep(self.draw.uniform(0.1, 2.0))
+            if time.monotonic() - sampled > 2:
+                sampled = time.monotonic()
+                samples.append(await asyncio.to_thread(memory, server))
+                print(f"\r[soak] {sent} sent, {dict(self.counts)}", end="", file=sys.stderr, flush=True)
+        await asyncio.gather(*tasks)
+        print(file=sys.stderr)
+        await self.http.aclose()
+
+
+def serve(args: argparse.Namespace, expected: list[list[int]]) -> dict[str, Any]:
+    import demo
+
+    log = Path(args.output).with_suffix(".log")
+    process, base = start_server(args, log)
+    try:
+        demo.wait(process, base, "soak", log)
+        clients, samples = Clients(args, base, expected), []
+        begun = time.monotonic()
+        asyncio.run(clients.storm(base, psutil.Process(process.pid), samples))
+        seconds, idle = time.monotonic() - begun, {}
+        for _ in range(60):
+            idle = metrics(base)
+            names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+            left = {name: idle[name] for name in names}
+            if not any(left.values()):
+                break
+            time.sleep(1)
+        drafts = idle.get("vllm:spec_decode_num_drafts_total", 0)
+        return {
+            "mode": "server",
+            "steps": int(idle.get("vllm:iteration_tokens_total_count", 0)),
+            "seconds": round(seconds),
+            "requests": dict(clients.counts),
+            "wrong_text": clients.wrong,
+            "failed": clients.failed,
+            "left_at_end": left,
+            "preemptions": idle.get("vllm:num_preemptions_total", 0),
+            "accepted_length": 1 + idle.get("vllm:spec_decode_num_accepted_tokens_total", 0) / max(drafts, 1),
+            "server_alive": process.poll() is None,
+            "memory": growth(samples),
+            "errors_in_log": len(re.findall(r"^.*(?:ERROR|Traceback).*$", log.read_text(), re.M)),
+        }
+    finally:
+        demo.stop(process)
+
+
+def good(report: dict[str, Any]) -> bool:
+    bad = bool(report["wrong_text"] or report.get("failed") or report.get("kv_blocks_in_use_at_end"))
+    bad |= any(report.get("left_at_end", {}).values()) or not report.get("server_alive", True)
+    return not bad and not any(row["children"] for row in report.get("engines", []))
+
+
+def main() -> int:
+    args = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if args.inside:
+        part = {"answers": answers, "offline": offline, "restarts": restarts}[args.inside]
+        Path(args.output).write_text(json.dumps(part(args)))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        if args.target is None:
+            import tiny_models
+
+            args.target = str(tiny_models.make_target(Path(folder) / "target"))
+            args.drafter = str(tiny_models.make_drafter(Path(folder) / "drafter"))
+        expected = inside(args, "answers", {})
+        known = {"SOAK_ANSWERS": json.dumps(expected)}
+        if args.restarts:
+            report = inside(args, "restarts", known)
+        elif args.offline:
+            report = inside(args, "offline", known)
+        else:
+            report = serve(args, expected)
+    report["command"] = "python scripts/soak.py " + " ".join(sys.argv[1:])
+    report["machine"] = {"cores": os.cpu_count(), "gpu": GPU}
+    report["good"] = good(report)
+    Path(args.output).write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+    return 0 if report["good"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
