@@ -42,7 +42,7 @@ fi
 stamp=$venv/.ddtree-tools
 if [ ! "$stamp" -nt pyproject.toml ]; then
   began=$SECONDS; step "build and test tools"
-  pip setuptools wheel ninja pytest hypothesis scipy ruff mypy clang-format gguf accelerate
+  pip setuptools wheel ninja pytest pytest-xdist hypothesis scipy ruff mypy clang-format gguf accelerate
   touch "$stamp"; done_
 fi
 
