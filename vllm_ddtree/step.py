@@ -42,7 +42,10 @@ def top_logps(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     rows, vocab = logits.shape
     word = _LOGIT_WORD.get(logits.dtype, 0)
-    if _fused(logits) and word and k <= _MAX_TOP and vocab % word == 0 and logits.is_contiguous():
+    if _fused(logits) and word and k <= _MAX_TOP:
+        if vocab % word:  # the kernel reads whole 16-byte words; what pads them is absent
+            logits = torch.nn.functional.pad(logits, (0, -vocab % word), value=-math.inf)
+        logits = logits.contiguous()
         logps = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
         tokens = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
         torch.ops.ddtree.top_logps(logits, logps, tokens)

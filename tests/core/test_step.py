@@ -55,7 +55,7 @@ def ragged(seed: int, nodes: int, states: int) -> dict:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("vocab", "k"), [(8, 1), (64, 64), (1000, 7), (4096, 64), (8192, 512), (49152, 33), (16, 5)]
+    ("vocab", "k"), [(8, 1), (64, 64), (1000, 7), (4096, 64), (8192, 512), (49152, 33), (16, 5), (1003, 9)]
 )
 def test_top_logps(device, dtype, vocab, k):
     rng = torch.Generator().manual_seed(vocab + k)
