@@ -12,5 +12,10 @@ say "clang-format"
 find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' | xargs clang-format --dry-run -Werror
 say "mypy"
 mypy
+if [ "${CI:-}" = true ]; then
+  say "pip-audit: a report, which fails nothing"
+  site=$(python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+  timeout 30 bash scripts/audit.sh "$site" || say "pip-audit: findings above, or no answer within 30 s"
+fi
 say "pytest (the first engine test takes a minute)"
 exec python -m pytest -q "$@"
