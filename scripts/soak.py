@@ -61,10 +61,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target", help="folder of the target; default: tiny random models")
     parser.add_argument("--drafter", help="folder of its DFlash drafter")
     parser.add_argument("--nodes", type=int, default=16)
+    parser.add_argument("--method", choices=("ddtree", "dflash", "none"), default="ddtree")
     parser.add_argument("--dtype", default="float32", help="other types may differ from no speculation")
     parser.add_argument("--max-model-len", type=int, default=256)
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=48, help="KV blocks; few of them cause preemption")
+    parser.add_argument("--block-size", type=int, default=None if GPU else 32)
     parser.add_argument("--eager", action="store_true", default=not GPU)
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--prompts", type=int, default=24, help="different prompts")
@@ -88,12 +90,17 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": max(512, args.max_num_seqs * (2 * args.nodes + 1)),
         "num_gpu_blocks_override": args.blocks,
+        "block_size": args.block_size,
         "disable_log_stats": False,
     }
 
 
-def speculative(args: argparse.Namespace) -> dict[str, Any]:
-    return {"method": "ddtree", "model": args.drafter, "num_speculative_tokens": args.nodes}
+def speculative(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The speculative config; the other methods are there to compare memory with."""
+    if args.method == "none":
+        return None
+    tokens = args.nodes if args.method == "ddtree" else min(args.nodes, 7)
+    return {"method": args.method, "model": args.drafter, "num_speculative_tokens": tokens}
 
 
 def make_prompts(args: argparse.Namespace) -> list[list[int]]:
@@ -108,23 +115,28 @@ def make_prompts(args: argparse.Namespace) -> list[list[int]]:
     return found
 
 
-def memory(process: psutil.Process) -> float:
-    """MiB of a process and its children."""
-    total = 0
+def memory(process: psutil.Process) -> dict[str, float]:
+    """MiB of a process and of its children, by name."""
+    found: dict[str, float] = {}
     for one in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
-            total += one.memory_info().rss
-    return total / 2**20
+            found[one.name()] = found.get(one.name(), 0.0) + one.memory_info().rss / 2**20
+    return found
 
 
-def growth(samples: list[float]) -> dict[str, Any]:
-    """Memory at the end against memory once everything was touched, as medians of a tenth each."""
-    if len(samples) < 10:
-        return {"samples": len(samples), "mib": samples}
-    tenth = len(samples) // 10
-    middle = lambda part: sorted(part)[len(part) // 2]  # noqa: E731
-    marks = [round(middle(samples[i * tenth : (i + 1) * tenth or None])) for i in range(10)]
-    return {"samples": len(samples), "mib_by_tenths": marks, "growth_second_half_mib": marks[9] - marks[4]}
+def growth(samples: list[dict[str, float]]) -> dict[str, Any]:
+    """Memory over time: for each process, the median of every tenth of the samples."""
+    tenth = max(len(samples) // 10, 1)
+    parts = [samples[i : i + tenth] for i in range(0, len(samples), tenth)]
+    names = sorted({name for sample in samples for name in sample})
+
+    def median(part: list[dict[str, float]], name: str) -> int:
+        return round(sorted(sample.get(name, 0.0) for sample in part)[len(part) // 2])
+
+    return {
+        "samples": len(samples),
+        "mib_by_tenths": {n: [median(p, n) for p in parts] for n in names},
+    }
 
 
 # Parts that run in a process of their own, so that their memory is theirs alone.
@@ -252,11 +264,14 @@ def start_server(args: argparse.Namespace, log: Path) -> tuple[subprocess.Popen[
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.target]
     command += ["--served-model-name", "soaked", "--host", "127.0.0.1", "--port", str(port)]
     for key, value in engine_settings(args).items():
+        if value is None:
+            continue
         if value is True:
             command.append("--" + key.replace("_", "-"))
         elif value is not False:
             command += ["--" + key.replace("_", "-"), str(value)]
-    command += ["--speculative-config", json.dumps(speculative(args))]
+    if args.method != "none":
+        command += ["--speculative-config", json.dumps(speculative(args))]
     with log.open("w") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
     return process, f"http://127.0.0.1:{port}"
@@ -351,7 +366,7 @@ class Clients:
                 f"status {reply.status_code} for { ({k: body[k] for k in body if k != 'prompt'}) }"
             )
 
-    async def storm(self, base: str, server: psutil.Process, samples: list[float]) -> None:
+    async def storm(self, base: str, server: psutil.Process, samples: list[dict[str, float]]) -> None:
         """Bursts until the wanted requests and steps are done; memory every two seconds."""
         gate, tasks, sent = asyncio.Semaphore(self.args.concurrency), set(), 0
         begun = sampled = time.monotonic()

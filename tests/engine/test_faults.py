@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -268,42 +266,3 @@ def test_no_unpickling_while_an_engine_starts(tiny):
 )
 def test_too_little_memory_for_the_cache(tiny, blocks, words):
     assert words in start(tiny[0], tiny[1], num_gpu_blocks_override=blocks, block_size=32)
-
-
-@pytest.mark.slow
-def test_a_killed_engine_process_is_an_error_at_once(tiny):
-    """The client of a dead engine gets an error, never a text that ends early."""
-    code = (
-        "import json, os, signal, sys, threading, time, psutil\n"
-        "from vllm import LLM, SamplingParams\n"
-        "def main():\n"
-        "    settings = json.loads(sys.argv[1])\n"
-        "    llm = LLM(**settings)\n"
-        "    def kill():\n"
-        "        time.sleep(3)\n"
-        "        for child in psutil.Process().children(recursive=True):\n"
-        "            if 'Worker' in ' '.join(child.cmdline()) or 'EngineCore' in ' '.join(child.cmdline()):\n"
-        "                child.kill()\n"
-        "    threading.Thread(target=kill, daemon=True).start()\n"
-        "    try:\n"
-        "        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)\n"
-        "        outputs = llm.generate([{'prompt_token_ids': [65, 66]}], params, use_tqdm=False)\n"
-        "        print('TEXT', len(outputs[0].outputs[0].token_ids), flush=True)\n"
-        "    except Exception as error:\n"
-        "        print('ERROR', type(error).__name__, flush=True)\n"
-        "    os._exit(0)\n"
-        "if __name__ == '__main__':\n"
-        "    main()\n"
-    )
-    settings = SETTINGS | SMALL | {"model": tiny[0], "speculative_config": tree(20, model=tiny[1])}
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    script = Path(tiny[0]).parent / "killed.py"
-    script.write_text(code)
-    done = subprocess.run(
-        [sys.executable, str(script), json.dumps(settings)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    assert "ERROR EngineDeadError" in done.stdout, done.stdout + done.stderr[-2000:]
