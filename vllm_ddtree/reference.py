@@ -310,7 +310,7 @@ def plan_moves(
     path = accept_index[:, 1:]
     steps = torch.arange(1, path.shape[1] + 1, device=path.device).unsqueeze(0)
     source, target = starts + path.remainder(Q), starts + steps
-    valid = (path >= 0) & (starts >= 0) & (source < limit) & (target < limit)
+    valid = (path >= 0) & (starts >= 0) & (starts < limit) & (source < limit) & (target < limit)
     if limit == 0:
         return torch.full_like(path, -1), torch.full_like(path, -1)
     src = slot_mapping[source.clamp(0, limit - 1)]

@@ -24,7 +24,8 @@ void plan_moves(const Tensor& accept_index, const Tensor& query_start, int64_t q
     for (int64_t d = 1; d <= s.moves; ++d) {
       const int64_t accepted = accept_index.const_data_ptr<int64_t>()[r * (s.moves + 1) + d];
       int64_t from = -1, to = -1;
-      if (accepted >= 0 && start >= 0 && start + accepted % q_len < rows && start + d < rows) {
+      if (accepted >= 0 && start >= 0 && start < rows && start + accepted % q_len < rows &&
+          start + d < rows) {
         from = slots[start + accepted % q_len];
         to = slots[start + d];
       }

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   const int64_t accepted = accept_index[r * (moves + 1) + d];
   const int64_t start = query_start[r];
   int64_t from = -1, to = -1;
-  if (accepted >= 0 && start >= 0 && start + accepted % q_len < rows && start + d < rows) {
+  if (accepted >= 0 && start >= 0 && start < rows && start + accepted % q_len < rows && start + d < rows) {
     from = slots[start + accepted % q_len];
     to = slots[start + d];
   }

@@ -177,7 +177,9 @@ def test_planning_moves(device, data):
     need_kernels(device)
     depth, rows = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 12))
     accept = tensor(data.draw, INT64, (2, depth + 1), torch.int64)
-    start = tensor(data.draw, st.one_of(SMALL, st.sampled_from([1 << 40, -(2**63)])), (2,), torch.int64)
+    start = tensor(
+        data.draw, st.one_of(SMALL, st.sampled_from([1 << 40, 2**63 - 1, -(2**63)])), (2,), torch.int64
+    )
     slots = tensor(data.draw, INT64, (rows,), torch.int64)
 
     def plan(*args):
