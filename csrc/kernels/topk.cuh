@@ -1,10 +1,10 @@
 // The K most probable tokens of each row of logits with their log-probabilities, one block per row. Knows no
 // torch.
 //
-// A row is read twice and nothing of its size is written. The K-th largest of the threads' own maxima is a
-// lower bound of the K-th largest value, so few values pass it; these are sorted in shared memory. Where too
-// many pass (equal values), the bound is raised by bisection, and what is left to take of one value is taken
-// in the order of ids. Order: value descending, then id ascending.
+// A row is read three times and nothing of its size is written. The K-th largest of the threads' own maxima
+// is a lower bound of the K-th largest value, so few values pass it; these are sorted in shared memory. Where
+// too many pass (equal values), the bound is raised by bisection, and what is left to take of one value is
+// taken in the order of ids. Order: value descending, then id ascending.
 #pragma once
 
 #include <cuda_runtime.h>
