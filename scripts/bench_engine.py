@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,12 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# Engines inherit these.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 class Engine:

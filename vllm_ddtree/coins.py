@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vllm_ddtree import ops
+from vllm_ddtree import ops, step
 
 if TYPE_CHECKING:
     from vllm_ddtree.engine.state import TreeStore
@@ -55,25 +55,16 @@ def walk_coin_rows(
     names the results.
     """
     n, width = states.shape[0], store.tokens.shape[1]
-    starts = cu_logits[:n].long()
-    lengths = cu_logits[1 : n + 1].long() - starts
-    node = torch.arange(width, device=probs.device)
-    inside = node < lengths[:, None]
-    rows = torch.where(inside, starts[:, None] + node, starts[:, None])
-    candidates = torch.where(inside, drafts[rows].long(), -1)
-    count = torch.minimum(store.num_nodes[states], (lengths - 1).to(torch.int32))
-    pointers = (store.next_token[states], store.next_sibling[states])
+    tree, rows = step.padded_trees(drafts, cu_logits, states, store)
     seed = seeds[states][:, None]
     predict = torch.empty(n * width, dtype=torch.int64, device=probs.device)
     accept_index = torch.empty(n, max_depth + 1, dtype=torch.int64, device=probs.device)
     accepted = torch.empty(n, dtype=torch.int32, device=probs.device)
     ops.walk_coins(
-        candidates,
-        *(torch.where(pointer > count[:, None], -1, pointer) for pointer in pointers),
-        count,
+        *tree,
         probs[rows],
-        keyed_uniform(seed, positions[rows], candidates),
-        keyed_uniform(seed, positions[starts][:, None], _FINAL)[:, 0],
+        keyed_uniform(seed, positions[rows], tree[0]),
+        keyed_uniform(seed, positions[rows[:, :1]], _FINAL)[:, 0],
         predict,
         accept_index,
         accepted,

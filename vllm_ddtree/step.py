@@ -156,25 +156,34 @@ def walk_rows(
             sampled, accept_index, num_sampled,
         )  # fmt: skip
         return sampled, accept_index, num_sampled
-    starts = cu_logits[:n].long()
-    lengths = cu_logits[1 : n + 1].long() - starts
-    node = torch.arange(width, device=drawn.device)
-    inside = node < lengths[:, None]
-    rows = torch.where(inside, starts[:, None] + node, starts[:, None])
-    count = torch.minimum(store.num_nodes[states], (lengths - 1).to(torch.int32))
-    pointers = (store.next_token[states], store.next_sibling[states])
+    tree, rows = padded_trees(drafts, cu_logits, states, store)
     predict = torch.empty(n * width, dtype=torch.int64, device=drawn.device)
-    ops.walk(
-        torch.where(inside, drafts[rows].long(), -1),
-        *(torch.where(pointer > count[:, None], -1, pointer) for pointer in pointers),
-        count,
-        drawn[rows],
-        predict,
-        accept_index,
-        num_sampled,
-    )
+    ops.walk(*tree, drawn[rows], predict, accept_index, num_sampled)
     sampled = torch.where(accept_index < 0, -1, predict[accept_index.clamp(min=0)])
     return sampled, accept_index, num_sampled + 1
+
+
+def padded_trees(
+    drafts: Tensor, cu_logits: Tensor, states: Tensor, store: TreeStore
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Ragged rows of logits as whole trees: the first four arguments of the walks, and the row of each slot.
+
+    Arguments as in `walk_rows`. Returns (candidates int64 [n, Q], next_token, next_sibling int32 [n, Q],
+    num_nodes int32 [n]) and rows int64 [n, Q]; slots without a row of logits point at the root's.
+    """
+    n, width = states.shape[0], store.tokens.shape[1]
+    starts = cu_logits[:n].long()
+    lengths = cu_logits[1 : n + 1].long() - starts
+    node = torch.arange(width, device=drafts.device)
+    inside = node < lengths[:, None]
+    rows = torch.where(inside, starts[:, None] + node, starts[:, None])
+    candidates = torch.where(inside, drafts[rows].long(), -1)
+    count = torch.minimum(store.num_nodes[states], (lengths - 1).to(torch.int32))
+    next_token, next_sibling = (
+        torch.where(pointer[states] > count[:, None], -1, pointer[states])
+        for pointer in (store.next_token, store.next_sibling)
+    )
+    return (candidates, next_token, next_sibling, count), rows
 
 
 class CacheMover:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from engines import runner
 from vllm import LLM, SamplingParams
 
 from vllm_ddtree.engine.layout import cache_rows
@@ -14,11 +15,6 @@ from vllm_ddtree.engine.layout import cache_rows
 def scheduler(llm: LLM) -> Any:
     """The scheduler of an in-process engine."""
     return llm.llm_engine.engine_core.engine_core.scheduler
-
-
-def runner(llm: LLM) -> Any:
-    """The model runner of an in-process engine with one worker."""
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def drive(

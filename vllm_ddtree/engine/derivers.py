@@ -7,8 +7,8 @@ rules apart. A new rule is a new class here and an entry in ``DERIVERS``.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -46,20 +46,21 @@ class Scores:
     cu_logits: torch.Tensor
 
 
-class Deriver(Protocol):
+class Deriver(ABC):
     """A verification rule."""
-
-    def __call__(self, scores: Scores) -> Derived:
-        """Decide every request of the batch."""
-
-
-class DrawDeriver:
-    """The default: the target draws its own token at every node, with the noise it would have used without
-    speculation, and the walk follows the drawn tokens (theory.md, "Walk"). The text is the same."""
 
     def __init__(self, sampler: Sampler, store: TreeStore, options: TreeOptions) -> None:
         assert options.max_depth is not None
         self._sampler, self._store, self._max_depth = sampler, store, options.max_depth
+
+    @abstractmethod
+    def __call__(self, scores: Scores) -> Derived:
+        """Decide every request of the batch."""
+
+
+class DrawDeriver(Deriver):
+    """The default: the target draws its own token at every node, with the noise it would have used without
+    speculation, and the walk follows the drawn tokens (theory.md, "Walk"). The text is the same."""
 
     def __call__(self, scores: Scores) -> Derived:
         """Draw at every row, then walk."""
@@ -84,16 +85,12 @@ class DrawDeriver:
         )
 
 
-class CoinDeriver:
+class CoinDeriver(Deriver):
     """Siblings tried in order, each accepted with p / (1 - rejected mass), the rest drawn from what is left.
 
     Target-distributed, and repeatable by seed, but its noise is its own: a seeded run differs from the run
     without speculation. It needs the probabilities of every row in float32.
     """
-
-    def __init__(self, sampler: Sampler, store: TreeStore, options: TreeOptions) -> None:
-        assert options.max_depth is not None
-        self._sampler, self._store, self._max_depth = sampler, store, options.max_depth
 
     def __call__(self, scores: Scores) -> Derived:
         """Turn logits into distributions, then walk with keyed coins."""

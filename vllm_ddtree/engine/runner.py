@@ -55,13 +55,13 @@ class TreeRunnerMixin:
             self.tree_store,
             tree_options(self.vllm_config),
         )
+        self._custom_processors = has_custom_processors(self.sampler)
 
     def add_requests(self, scheduler_output: Any) -> None:
         """Take new requests in; those with path-dependent sampling parameters are drafted as chains."""
         super().add_requests(scheduler_output)
-        custom = has_custom_processors(self.sampler)
         for request in scheduler_output.scheduled_new_reqs:
-            reason = chain_reason(request.sampling_params, custom)
+            reason = chain_reason(request.sampling_params, self._custom_processors)
             state = self.req_states.req_id_to_index[request.req_id]
             # Not an assignment, which would copy from the host and wait for the device.
             self.tree_store.is_chain[state].fill_(reason is not None)
@@ -73,7 +73,8 @@ class TreeRunnerMixin:
         set_tree_state(self.tree_step)
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         self._slot_mappings = slot_mappings
-        self._logit_rows = np.diff(input_batch.cu_num_logits_np)
+        if self.lora_config:
+            self._logit_rows = np.diff(input_batch.cu_num_logits_np)
         commit.begin_step(
             self.tree_store, self.tree_step, input_batch, self.req_states.num_computed_tokens.gpu
         )
