@@ -20,6 +20,10 @@ STABLE_TORCH_LIBRARY(ddtree, m) {
       "Tensor num_nodes, Tensor target_probs, Tensor coins, Tensor final_coins, Tensor(a!) predict, "
       "Tensor(b!) accept_index, Tensor(c!) accept_token_num) -> ()");
   m.def(
+      "walk_residual(Tensor candidates, Tensor retrieve_next_token, Tensor retrieve_next_sibling, "
+      "Tensor num_nodes, Tensor target_probs, Tensor draft_probs, Tensor coins, Tensor final_coins, "
+      "Tensor(a!) predict, Tensor(b!) accept_index, Tensor(c!) accept_token_num) -> ()");
+  m.def(
       "plan_moves(Tensor accept_index, Tensor query_start, int Q, Tensor slot_mapping, Tensor(a!) src, "
       "Tensor(b!) dst) -> ()");
   m.def("move_rows(Tensor(a!)[] views, Tensor table, Tensor src, Tensor dst) -> ()");

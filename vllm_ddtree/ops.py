@@ -20,7 +20,7 @@ from vllm_ddtree import reference
 
 logger = logging.getLogger("vllm_ddtree")
 
-OPS = ("build", "retrieve", "ancestor_mask", "walk", "walk_coins", "plan_moves", "move_rows")
+OPS = ("build", "retrieve", "ancestor_mask", "walk", "walk_coins", "walk_residual", "plan_moves", "move_rows")
 # A step's bookkeeping (step.py), which only CUDA has in one launch each.
 STEP_OPS = ("top_logps", "build_trees", "begin_step", "walk_rows", "commit_cache", "commit_rows")
 _LIBRARY = Path(__file__).with_name("_C.abi3.so")
@@ -184,6 +184,29 @@ def walk_coins(
         )
         return
     results = reference.walk_coins(*tree, target_probs, coins, final_coins, accept_index.shape[1] - 1)
+    _fill((predict, accept_index, accept_token_num), results)
+
+
+def walk_residual(
+    candidates: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    num_nodes: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    coins: Tensor,
+    final_coins: Tensor,
+    predict: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+) -> None:
+    """`reference.walk_residual` into the outputs of `walk`."""
+    tree = (candidates, retrieve_next_token, retrieve_next_sibling, num_nodes)
+    scores = (target_probs, draft_probs, coins, final_coins)
+    if _compiled(candidates):
+        torch.ops.ddtree.walk_residual(*tree, *scores, predict, accept_index, accept_token_num)
+        return
+    results = reference.walk_residual(*tree, *scores, accept_index.shape[1] - 1)
     _fill((predict, accept_index, accept_token_num), results)
 
 

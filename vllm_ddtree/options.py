@@ -29,7 +29,8 @@ class TreeOptions(BaseModel):
         max_depth: deepest node allowed; ``None`` means the drafter's horizon (block size - 1).
         attention_backend: tree attention on the GPU, ``auto`` picks the measured default.
         deriver: verification rule: ``draw`` (the target's own draws, the text of the run without
-            speculation) or ``coins`` (siblings tried in order; target-distributed, with noise of its own).
+            speculation), ``coins`` (siblings tried in order; target-distributed, with noise of its own)
+            or ``residual`` (children drawn from the drafter, for temperatures from 1; likewise).
         synthetic_acceptance_length: benchmark only: impose this mean accepted length (bonus counted)
             instead of walking; the text is then meaningless.
         top_k: candidates kept per depth; ``None`` means min(num_nodes, vocabulary), which is exact.
@@ -40,7 +41,7 @@ class TreeOptions(BaseModel):
     num_nodes: int = Field(DEFAULT_NODES, gt=0, le=MAX_NODES)
     max_depth: int | None = Field(None, gt=0)
     attention_backend: Literal["auto", "flash", "fused"] = "auto"
-    deriver: Literal["draw", "coins"] = "draw"
+    deriver: Literal["draw", "coins", "residual"] = "draw"
     top_k: int | None = Field(None, gt=0)
     synthetic_acceptance_length: float | None = Field(None, ge=1.0)
 

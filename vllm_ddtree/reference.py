@@ -1,8 +1,8 @@
 """The definition of every tree operation, in plain Python and torch.
 
-Owns the meaning of build, retrieve, ancestor_mask, walk, walk_coins, plan_moves and move_rows; each compiled
-kernel is tested against this file. Must not know vLLM, CUDA or the extension. Reading a tensor may wait for
-its device: this is the slow, clear path.
+Owns the meaning of build, retrieve, ancestor_mask, walk, walk_coins, walk_residual, plan_moves and
+move_rows; each compiled kernel is tested against this file. Must not know vLLM, CUDA or the extension.
+Reading a tensor may wait for its device: this is the slow, clear path.
 Invariant: inputs are never written to (but for `apply_moves`), and nodes stay in pop order everywhere.
 
 Shapes: n requests, N nodes at most per request (root not counted), Q = N + 1 slots (slot 0 = root), L draft
@@ -233,15 +233,26 @@ def residual_token(probs: Tensor, excluded: Sequence[int], coin: float) -> int:
     When rounding let every token of the support be rejected, the most probable token of the whole row is
     returned: never an id of zero probability while another exists.
     """
-    mass = torch.where(probs > 0, probs, torch.zeros_like(probs)).double()
+    mass = _positive(probs)
     left = mass.clone()
     left[[t for t in excluded if 0 <= t < left.numel()]] = 0.0
-    running = left.cumsum(0)
+    pick = _inverse_cdf(left, coin)
+    return int(mass.argmax()) if pick is None else pick
+
+
+def _positive(probs: Tensor) -> Tensor:
+    """Probabilities as float64, what is not above zero (NaN too) as zero."""
+    return torch.where(probs > 0, probs, 0.0).double()
+
+
+def _inverse_cdf(mass: Tensor, coin: float) -> int | None:
+    """The first id whose running mass exceeds coin * total; None when there is no mass."""
+    running = mass.cumsum(0)
     total = float(running[-1])
     if total <= 0.0:
-        return int(mass.argmax())
-    above = (running > coin * total) & (left > 0)
-    return int(above.nonzero()[0]) if bool(above.any()) else int((left > 0).nonzero()[-1])
+        return None
+    above = (running > coin * total) & (mass > 0)
+    return int(above.nonzero()[0]) if bool(above.any()) else int((mass > 0).nonzero()[-1])
 
 
 def walk_coins(
@@ -287,6 +298,69 @@ def walk_coins(
                     rejected += p if p > 0.0 else 0.0
             if accepted is None:
                 out.append(residual_token(probs[r, node], tried, final_coin))
+                break
+            path.append(accepted)
+            out.append(tokens[accepted])
+        paths.append(path)
+        emitted.append(out)
+    return _record(paths, emitted, candidates.shape[1], depth_limit, candidates.device)
+
+
+def walk_residual(
+    candidates: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    num_nodes: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    coins: Tensor,
+    final_coins: Tensor,
+    depth_limit: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The walk over children that were *drawn*, without replacement, in sibling order, from the drafter.
+
+    draft_probs float32 [n, L, V], L >= depth_limit: row d is what children of nodes at depth d were drawn
+    from. A child x is accepted with min(1, p(x) / q(x)); a rejection turns p into max(p - q, 0) and takes x
+    out of q, both normalised again (recursive rejection sampling: Jeon et al., arXiv 2402.14160). As every
+    q is a multiple of the first over untried tokens, p stays max(p - scale * q, 0) with one growing scale.
+
+    Otherwise as `walk_coins`. An infinite coin rejects whatever p says. A child with a repeated token or
+    with q(x) = 0 cannot have been drawn and is passed over; when rounding leaves nothing of p, trying ends.
+    """
+    probs, drawn_from = target_probs.detach().cpu(), draft_probs.detach().cpu()
+    vocab = probs.shape[2]
+    paths, emitted = [], []
+    rows = zip(
+        candidates.tolist(), retrieve_next_token.tolist(), retrieve_next_sibling.tolist(),
+        num_nodes.tolist(), coins.tolist(), final_coins.tolist(), strict=True,
+    )  # fmt: skip
+    for r, (tokens, next_token, next_sibling, count, coin, final_coin) in enumerate(rows):
+        _check_count(r, count, len(tokens))
+        path: list[int] = [0]
+        out: list[int] = []
+        while True:
+            node, depth, accepted = path[-1], len(path) - 1, None
+            p = _positive(probs[r, node])
+            left = p
+            if depth < depth_limit:
+                q, scale = _positive(drawn_from[r, depth]), 0.0
+                for child in _children(node, next_token, next_sibling, count):
+                    token = tokens[child]
+                    if not 0 <= token < vocab or float(q[token]) <= 0.0:  # a tried token has no q left
+                        continue
+                    mass, open_mass = float(left.sum()), float(q.sum())
+                    if not mass > 0.0:
+                        break
+                    if coin[child] * float(q[token]) * mass < float(left[token]) * open_mass:
+                        accepted = child
+                        break
+                    scale += mass / open_mass
+                    p, q = p.clone(), q.clone()
+                    p[token] = q[token] = 0.0
+                    left = _positive(p - scale * q) if scale > 0.0 else p
+            if accepted is None:
+                pick = _inverse_cdf(left, final_coin)
+                out.append(int(_positive(probs[r, node]).argmax()) if pick is None else pick)
                 break
             path.append(accepted)
             out.append(tokens[accepted])

@@ -1,4 +1,4 @@
-// The two walks on the CPU. Masses are float64 so that every device takes the same decisions.
+// The walks on the CPU. Masses are float64 so that every device takes the same decisions.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -87,34 +87,35 @@ void walk(const Tensor& candidates, const Tensor& next_token, const Tensor& next
   }
 }
 
-int64_t residual_token(const float* probs, int64_t vocab, std::vector<int64_t>& excluded, float coin) {
-  std::sort(excluded.begin(), excluded.end());
-  auto allowed = [&](int64_t v) {
-    return probs[v] > 0.0f && !std::binary_search(excluded.begin(), excluded.end(), v);
-  };
+// The first id whose running mass exceeds coin * total, or -1 when there is no mass.
+template <class Mass>
+int64_t inverse_cdf(const Mass& mass, int64_t vocab, float coin) {
   double total = 0.0;
   int64_t last = -1;
   for (int64_t v = 0; v < vocab; ++v) {
-    if (!allowed(v)) continue;
-    total += probs[v];
+    const double m = mass(v);
+    if (!(m > 0.0)) continue;
+    total += m;
     last = v;
-  }
-  if (last == -1) {  // rounding let the whole support be rejected
-    int64_t best = 0;
-    for (int64_t v = 0; v < vocab; ++v) {
-      if (probs[v] > 0.0f && !(probs[best] >= probs[v])) best = v;
-    }
-    return best;
   }
   const double goal = static_cast<double>(coin) * total;
   double running = 0.0;
   for (int64_t v = 0; v < last; ++v) {
-    if (!allowed(v)) continue;
-    running += probs[v];
-    if (running > goal) return v;
+    running += mass(v);
+    if (running > goal && mass(v) > 0.0) return v;
   }
   return last;
 }
+
+int64_t most_probable(const float* probs, int64_t vocab) {
+  int64_t best = 0;
+  for (int64_t v = 0; v < vocab; ++v) {
+    if (probs[v] > 0.0f && !(probs[best] >= probs[v])) best = v;
+  }
+  return best;
+}
+
+double positive(double p) { return p > 0.0 ? p : 0.0; }  // false for NaN
 
 void walk_coins(const Tensor& candidates, const Tensor& next_token, const Tensor& next_sibling,
                 const Tensor& num_nodes, const Tensor& target_probs, const Tensor& coins,
@@ -122,7 +123,7 @@ void walk_coins(const Tensor& candidates, const Tensor& next_token, const Tensor
                 const Tensor& accept_token_num) {
   WalkShape s = check_walk("walk_coins", candidates, next_token, next_sibling, num_nodes, predict,
                            accept_index, accept_token_num);
-  check_coins(s, candidates, target_probs, coins, final_coins);
+  check_coins("walk_coins", s, candidates, target_probs, coins, final_coins);
   std::vector<int32_t> children;
   std::vector<int64_t> tried;
   for (int64_t r = 0; r < s.n; ++r) {
@@ -140,7 +141,7 @@ void walk_coins(const Tensor& candidates, const Tensor& next_token, const Tensor
       for (const int32_t child : children) {
         const int64_t token = row.tokens[child];
         if (std::find(tried.begin(), tried.end(), token) != tried.end()) continue;
-        const double p = token >= 0 && token < s.vocab && probs[token] > 0.0f ? probs[token] : 0.0;
+        const double p = token >= 0 && token < s.vocab ? positive(probs[token]) : 0.0;
         if (p > 0.0 && static_cast<double>(coin[child]) * (1.0 - rejected) < p) {
           accepted = child;
           break;
@@ -148,9 +149,72 @@ void walk_coins(const Tensor& candidates, const Tensor& next_token, const Tensor
         tried.push_back(token);
         rejected += p;
       }
-      out.predict[node] = accepted != -1
-                              ? row.tokens[accepted]
-                              : residual_token(probs, s.vocab, tried, final_coins.const_data_ptr<float>()[r]);
+      if (accepted != -1) {
+        out.predict[node] = row.tokens[accepted];
+      } else {
+        std::sort(tried.begin(), tried.end());
+        auto mass = [&](int64_t v) {
+          return std::binary_search(tried.begin(), tried.end(), v) ? 0.0 : positive(probs[v]);
+        };
+        const int64_t token = inverse_cdf(mass, s.vocab, final_coins.const_data_ptr<float>()[r]);
+        out.predict[node] = token < 0 ? most_probable(probs, s.vocab) : token;  // rounding rejected them all
+      }
+      node = accepted;
+    }
+    accept_token_num.mutable_data_ptr<int32_t>()[r] = static_cast<int32_t>(out.length - 1);
+  }
+}
+
+void walk_residual(const Tensor& candidates, const Tensor& next_token, const Tensor& next_sibling,
+                   const Tensor& num_nodes, const Tensor& target_probs, const Tensor& draft_probs,
+                   const Tensor& coins, const Tensor& final_coins, const Tensor& predict,
+                   const Tensor& accept_index, const Tensor& accept_token_num) {
+  WalkShape s = check_walk("walk_residual", candidates, next_token, next_sibling, num_nodes, predict,
+                           accept_index, accept_token_num);
+  check_coins("walk_residual", s, candidates, target_probs, coins, final_coins);
+  const int64_t depths = check_draft_probs(s, candidates, draft_probs);
+  std::vector<int32_t> children;
+  std::vector<double> p(s.vocab), q(s.vocab);
+  for (int64_t r = 0; r < s.n; ++r) {
+    const Row row = row_of("walk_residual", s, r, candidates, next_token, next_sibling, num_nodes);
+    const float* coin = coins.const_data_ptr<float>() + r * s.q_len;
+    Outputs out(s, r, predict, accept_index);
+    for (int32_t node = 0; node != -1;) {
+      out.visit(node);
+      const float* probs = target_probs.const_data_ptr<float>() + (r * s.q_len + node) * s.vocab;
+      std::transform(probs, probs + s.vocab, p.begin(), positive);
+      double scale = 0.0;
+      auto left = [&](int64_t v) { return scale > 0.0 ? positive(p[v] - scale * q[v]) : p[v]; };
+      int32_t accepted = -1;
+      children.clear();
+      if (!out.full()) {
+        const float* drawn_from =
+            draft_probs.const_data_ptr<float>() + (r * depths + out.length - 1) * s.vocab;
+        std::transform(drawn_from, drawn_from + s.vocab, q.begin(), positive);
+        row.children(node, children);
+      }
+      for (const int32_t child : children) {
+        const int64_t token = row.tokens[child];
+        if (token < 0 || token >= s.vocab || !(q[token] > 0.0)) continue;  // a tried token has no q left
+        double mass = 0.0, open_mass = 0.0;
+        for (int64_t v = 0; v < s.vocab; ++v) {
+          mass += left(v);
+          open_mass += q[v];
+        }
+        if (!(mass > 0.0)) break;
+        if (static_cast<double>(coin[child]) * q[token] * mass < left(token) * open_mass) {
+          accepted = child;
+          break;
+        }
+        scale += mass / open_mass;
+        p[token] = q[token] = 0.0;
+      }
+      if (accepted != -1) {
+        out.predict[node] = row.tokens[accepted];
+      } else {
+        const int64_t token = inverse_cdf(left, s.vocab, final_coins.const_data_ptr<float>()[r]);
+        out.predict[node] = token < 0 ? most_probable(probs, s.vocab) : token;
+      }
       node = accepted;
     }
     accept_token_num.mutable_data_ptr<int32_t>()[r] = static_cast<int32_t>(out.length - 1);
@@ -163,4 +227,5 @@ void walk_coins(const Tensor& candidates, const Tensor& next_token, const Tensor
 STABLE_TORCH_LIBRARY_IMPL(ddtree, CPU, m) {
   m.impl("walk", TORCH_BOX(&ddtree::walk));
   m.impl("walk_coins", TORCH_BOX(&ddtree::walk_coins));
+  m.impl("walk_residual", TORCH_BOX(&ddtree::walk_residual));
 }

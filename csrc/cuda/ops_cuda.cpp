@@ -65,7 +65,7 @@ void walk_coins(const Tensor& candidates, const Tensor& next_token, const Tensor
                 const Tensor& accept_token_num) {
   WalkShape s = check_walk("walk_coins", candidates, next_token, next_sibling, num_nodes, predict,
                            accept_index, accept_token_num);
-  check_coins(s, candidates, target_probs, coins, final_coins);
+  check_coins("walk_coins", s, candidates, target_probs, coins, final_coins);
   check_width("walk_coins", s.q_len);
   if (s.n == 0) return;
   const Launch launch("walk_coins", candidates);
@@ -74,6 +74,24 @@ void walk_coins(const Tensor& candidates, const Tensor& next_token, const Tensor
                                  in<float>(final_coins), out<int64_t>(predict), out<int64_t>(accept_index),
                                  out<int32_t>(accept_token_num), s.n, s.q_len, s.max_depth, s.vocab,
                                  launch.stream()));
+}
+
+void walk_residual(const Tensor& candidates, const Tensor& next_token, const Tensor& next_sibling,
+                   const Tensor& num_nodes, const Tensor& target_probs, const Tensor& draft_probs,
+                   const Tensor& coins, const Tensor& final_coins, const Tensor& predict,
+                   const Tensor& accept_index, const Tensor& accept_token_num) {
+  WalkShape s = check_walk("walk_residual", candidates, next_token, next_sibling, num_nodes, predict,
+                           accept_index, accept_token_num);
+  check_coins("walk_residual", s, candidates, target_probs, coins, final_coins);
+  const int64_t depths = check_draft_probs(s, candidates, draft_probs);
+  check_width("walk_residual", s.q_len);
+  if (s.n == 0) return;
+  const Launch launch("walk_residual", candidates);
+  launch.check(launch_walk_residual(
+      in<int64_t>(candidates), in<int32_t>(next_token), in<int32_t>(next_sibling), in<int32_t>(num_nodes),
+      in<float>(target_probs), in<float>(draft_probs), in<float>(coins), in<float>(final_coins),
+      out<int64_t>(predict), out<int64_t>(accept_index), out<int32_t>(accept_token_num), s.n, s.q_len,
+      s.max_depth, depths, s.vocab, launch.stream()));
 }
 
 void plan_moves(const Tensor& accept_index, const Tensor& query_start, int64_t q_len,
@@ -117,6 +135,7 @@ STABLE_TORCH_LIBRARY_IMPL(ddtree, CUDA, m) {
   m.impl("ancestor_mask", TORCH_BOX(&ddtree::ancestor_mask));
   m.impl("walk", TORCH_BOX(&ddtree::walk));
   m.impl("walk_coins", TORCH_BOX(&ddtree::walk_coins));
+  m.impl("walk_residual", TORCH_BOX(&ddtree::walk_residual));
   m.impl("plan_moves", TORCH_BOX(&ddtree::plan_moves));
   m.impl("move_rows", TORCH_BOX(&ddtree::move_rows));
   m.impl("top_logps", TORCH_BOX(&ddtree::top_logps));

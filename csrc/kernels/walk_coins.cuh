@@ -13,7 +13,7 @@ namespace ddtree {
 constexpr int kCoinThreads = 1024;
 constexpr int kCoinWarps = kCoinThreads / 32;
 constexpr int kFilterWords = 128;
-constexpr double kSkipped = -1.0;
+constexpr double kSkipped = -1.0;  // the mass of a repeated token
 
 struct CoinArgs {
   const float* target_probs;
@@ -30,31 +30,49 @@ __device__ inline double warp_sum(double value) {
 // The rejected tokens of the current node. A hash filter answers nearly every id of the vocabulary at once,
 // so that the exact scan of the list is paid for a handful of ids only.
 struct Excluded {
-  const int64_t* tokens;
-  const double* masses;  // kSkipped where a repeated token stands
-  const uint32_t* filter;
+  int64_t* tokens;
+  uint32_t* filter;
   int count;
 
-  __device__ static int bit_of(int64_t token) { return static_cast<int>(token & (kFilterWords * 32 - 1)); }
+  __device__ void clear() {
+    count = 0;
+    for (int w = threadIdx.x; w < kFilterWords; w += blockDim.x) filter[w] = 0;
+  }
 
-  __device__ double mass(const float* probs, int64_t v) const {
-    const float p = probs[v];
-    if (!(p > 0.0f)) return 0.0;
+  // Marks a token that stands, or is about to stand, in the list.
+  __device__ void mark(int64_t token) {
+    const int bit = bit_of(token);
+    atomicOr(&filter[bit / 32], 1u << (bit % 32));
+  }
+
+  __device__ bool has(int64_t v) const {
     const int bit = bit_of(v);
-    if (filter[bit / 32] >> (bit % 32) & 1u) {
-      for (int k = 0; k < count; ++k) {
-        if (tokens[k] == v) return 0.0;
-      }
+    if (!(filter[bit / 32] >> (bit % 32) & 1u)) return false;
+    for (int k = 0; k < count; ++k) {
+      if (tokens[k] == v) return true;
     }
-    return p;
+    return false;
+  }
+
+  __device__ static int bit_of(int64_t token) { return static_cast<int>(token & (kFilterWords * 32 - 1)); }
+};
+
+// What the last draw of the coin walk is made from.
+struct CoinMass {
+  const float* probs;
+  Excluded excluded;
+
+  __device__ double operator()(int64_t v) const {
+    const float p = probs[v];
+    return p > 0.0f && !excluded.has(v) ? p : 0.0;
   }
 };
 
 // Narrows [low, high) to the id where the running mass passes coin * total, a 32nd of the range at a time:
 // each warp sums one part, all agree on the part, repeat. Returns -1 when no mass is left. A part without
 // mass is never taken, so the result has positive probability whatever the rounding.
-__device__ inline int64_t residual_token(const float* probs, const Excluded& excluded, int64_t vocab,
-                                         float coin, double* part_mass) {
+template <class Mass>
+__device__ int64_t inverse_cdf(const Mass& mass, int64_t vocab, float coin, double* part_mass) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   int64_t low = 0, high = vocab;
   double goal = -1.0;  // not known before the total is
@@ -62,7 +80,7 @@ __device__ inline int64_t residual_token(const float* probs, const Excluded& exc
     const int64_t width = (high - low + kCoinWarps - 1) / kCoinWarps;
     const int64_t first = low + warp * width, last = min(first + width, high);
     double sum = 0.0;
-    for (int64_t v = first + lane; v < last; v += 32) sum += excluded.mass(probs, v);
+    for (int64_t v = first + lane; v < last; v += 32) sum += mass(v);
     sum = warp_sum(sum);
     if (lane == 0) part_mass[warp] = sum;
     __syncthreads();
@@ -134,8 +152,8 @@ __global__ void __launch_bounds__(kCoinThreads) walk_coins_kernel(WalkArgs a, Co
   __shared__ uint32_t filter[kFilterWords];
   __shared__ int children_shared, accepted_shared;
   SharedTree tree(memory, a.q_len);
-  int64_t* tried = memory + 2 * a.q_len;
-  double* masses = reinterpret_cast<double*>(tried + a.q_len);
+  Excluded tried{memory + 2 * a.q_len, filter, 0};
+  double* masses = reinterpret_cast<double*>(tried.tokens + a.q_len);
   int32_t* child_of = reinterpret_cast<int32_t*>(masses + a.q_len);
   const int64_t r = blockIdx.x;
   tree.load(a, r);
@@ -148,7 +166,7 @@ __global__ void __launch_bounds__(kCoinThreads) walk_coins_kernel(WalkArgs a, Co
       int count = 0;
       if (depth < a.max_depth) {
         for (int child = tree.next_token[node]; child >= 0; child = tree.next_sibling[child]) {
-          tried[count] = tree.tokens[child];
+          tried.tokens[count] = tree.tokens[child];
           child_of[count++] = child;
         }
       }
@@ -156,20 +174,19 @@ __global__ void __launch_bounds__(kCoinThreads) walk_coins_kernel(WalkArgs a, Co
       accepted_shared = -1;
       a.accept_index[r * (a.max_depth + 1) + depth] = r * a.q_len + node;
     }
-    for (int w = threadIdx.x; w < kFilterWords; w += kCoinThreads) filter[w] = 0;
+    tried.clear();
     __syncthreads();
 
-    const int count = children_shared;
+    const int count = tried.count = children_shared;
     for (int k = threadIdx.x; k < count; k += kCoinThreads) {
-      const int64_t token = tried[k];
+      const int64_t token = tried.tokens[k];
       const float p = token >= 0 && token < c.vocab ? probs[token] : 0.0f;
       double mass = p > 0.0f ? p : 0.0;
       for (int j = 0; j < k && mass != kSkipped; ++j) {
-        if (tried[j] == token) mass = kSkipped;
+        if (tried.tokens[j] == token) mass = kSkipped;
       }
       masses[k] = mass;
-      const int bit = Excluded::bit_of(token);
-      atomicOr(&filter[bit / 32], 1u << (bit % 32));
+      tried.mark(token);
     }
     __syncthreads();
 
@@ -193,8 +210,7 @@ __global__ void __launch_bounds__(kCoinThreads) walk_coins_kernel(WalkArgs a, Co
       __syncthreads();  // accepted_shared is read before the next node resets it
       continue;
     }
-    const Excluded excluded{tried, masses, filter, count};
-    int64_t token = residual_token(probs, excluded, c.vocab, c.final_coins[r], part_mass);
+    int64_t token = inverse_cdf(CoinMass{probs, tried}, c.vocab, c.final_coins[r], part_mass);
     if (token < 0) token = most_probable(probs, c.vocab, part_best, part_id);
     if (threadIdx.x == 0) {
       a.predict[r * a.q_len + node] = token;

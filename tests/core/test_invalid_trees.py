@@ -128,21 +128,29 @@ def test_walks(device, tree, data):
     compare(device, result(walk, *tree, drawn), result(reference.walk, *tree, drawn, depth))
 
 
+@pytest.mark.parametrize("drawn", [False, True])
 @given(spoilt_pointers(), st.data())
-def test_walks_with_coins(device, tree, data):
+def test_walks_with_coins(device, drawn, tree, data):
     need_kernels(device)
     depth, vocab = data.draw(st.integers(0, 8)), 5
+    op, rule = (
+        (ops.walk_residual, reference.walk_residual) if drawn else (ops.walk_coins, reference.walk_coins)
+    )
     probs = tensor(data.draw, st.one_of(st.floats(0, 1, width=32), FLOATS), (2, Q, vocab), torch.float32)
     coins = tensor(data.draw, st.one_of(st.floats(0, 1, width=32), FLOATS), (2, Q), torch.float32)
     final = tensor(data.draw, st.one_of(st.floats(0, 1, width=32), FLOATS), (2,), torch.float32)
 
     def walk(*args):
         out = walk_outputs(device, 2, Q, depth)
-        ops.walk_coins(*to(device, *args), *out)
+        op(*to(device, *args), *out)
         return out
 
-    ours = result(walk, *tree, probs, coins, final)
-    compare(device, ours, result(reference.walk_coins, *tree, probs, coins, final, depth))
+    scores = [probs, coins, final]
+    if drawn:
+        values = st.one_of(st.floats(0, 1, width=32), FLOATS)
+        scores.insert(1, tensor(data.draw, values, (2, 8, vocab), torch.float32))
+    ours = result(walk, *tree, *scores)
+    compare(device, ours, result(rule, *tree, *scores, depth))
     if not isinstance(ours, str):
         emitted = ours[0][ours[0] != -1].tolist()
         good = set(range(vocab)) | set(tree[0].flatten().tolist())
@@ -230,6 +238,7 @@ def good(name, device):
         "ancestor_mask": [parents, counts, torch.zeros(2, Q, 1, **i32)],
         "walk": [*tree, torch.zeros(2, Q, **i64), *walked],
         "walk_coins": [*tree, probs, coins, coins[:, 0].contiguous(), *walked],
+        "walk_residual": [*tree, probs, probs[:, :4].clone(), coins, coins[:, 0].contiguous(), *walked],
         "plan_moves": [torch.full((2, 4), -1), torch.zeros(2, **i32), Q, torch.arange(14), *moves],
         "move_rows": [[view], ops.make_move_table([view]), *moves],
     }[name]
@@ -243,7 +252,7 @@ def move(value, device):
 
 
 # Of these, the op takes the last size as it comes: depth limit, vocabulary, rows of the step.
-FREE_SIZES = {("walk", 6), ("walk_coins", 4), ("walk_coins", 8), ("plan_moves", 3)}
+FREE_SIZES = {("walk", 6), ("walk_coins", 4), ("walk_coins", 8), ("walk_residual", 9), ("plan_moves", 3)}
 
 
 def spoil(kind, value):

@@ -42,10 +42,11 @@ def arguments(name, device):
         return (*to(device, parents, counts), torch.zeros(n, q, 1, **i32))
     if name == "walk":
         return (*tree, tree[0].clone(), *walk_outputs(device, n, q, 3))
-    if name == "walk_coins":
+    if name in ("walk_coins", "walk_residual"):
         probs = torch.full((n, q, vocab), 1 / vocab, device=device)
+        drawn_from = [probs[:, :3].contiguous()] if name == "walk_residual" else []
         coins = torch.full((n, q), 0.5, device=device)
-        return (*tree, probs, coins, coins[:, 0].contiguous(), *walk_outputs(device, n, q, 3))
+        return (*tree, probs, *drawn_from, coins, coins[:, 0].contiguous(), *walk_outputs(device, n, q, 3))
     accept = torch.tensor([[0, 2, 3], [7, 9, -1]], device=device)
     src, dst = torch.zeros(n, 2, **i64), torch.zeros(n, 2, **i64)
     if name == "plan_moves":

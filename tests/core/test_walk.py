@@ -1,4 +1,4 @@
-"""Both walks as functions: kernels against the reference and a naive walk, limits, bad pointers, edge
+"""The walks as functions: kernels against the reference and a naive walk, limits, bad pointers, edge
 draws."""
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ def run_walk(device, tokens, child, sibling, counts, drawn, depth):
 def run_coins(device, tokens, child, sibling, counts, probs, coins, finals, depth):
     out = walk_outputs(device, *tokens.shape, depth)
     ops.walk_coins(*to(device, tokens, child, sibling, counts, probs, coins, finals), *out)
+    return out
+
+
+def run_residual(device, tokens, child, sibling, counts, probs, drawn_from, coins, finals, depth):
+    out = walk_outputs(device, *tokens.shape, depth)
+    ops.walk_residual(*to(device, tokens, child, sibling, counts, probs, drawn_from, coins, finals), *out)
     return out
 
 
@@ -52,6 +58,62 @@ def test_kernels_are_the_reference(device, seed, n, nodes, depth):
         run_coins(device, *tree, probs, coins, finals, depth),
         reference.walk_coins(*tree, probs, coins, finals, depth),
     )
+
+
+@given(st.integers(0, 2**31), st.integers(1, 5), st.integers(0, 40), st.integers(0, 6))
+def test_the_residual_walk_is_the_reference(device, seed, n, nodes, depth):
+    """Children that repeat, that the drafter or the target rules out, infinite and extreme coins."""
+    need_kernels(device)
+    tokens, _, counts, child, sibling, _, probs, coins, finals = case(seed, n, nodes)
+    rng = torch.Generator().manual_seed(seed + 2)
+    drawn_from = torch.rand(n, depth + 1, VOCAB, generator=rng)
+    drawn_from *= torch.rand(drawn_from.shape, generator=rng) < 0.8
+    drawn_from /= drawn_from.sum(-1, keepdim=True).clamp_min(1e-9)
+    coins[torch.rand(coins.shape, generator=rng) < 0.1] = torch.inf
+    args = (tokens, child, sibling, counts, probs, drawn_from, coins, finals, depth)
+    same(run_residual(device, *args), reference.walk_residual(*args))
+
+
+def test_the_residual_walk_over_a_real_vocabulary(device):
+    """Children really drawn, 50,001 tokens: what is left after many rejections, and its last draw."""
+    need_kernels(device)
+    n, nodes, vocab = 3, 12, 50_001
+    rng = torch.Generator().manual_seed(0)
+    parents = torch.tensor([[-1, *[0] * 6, *[1] * 6]] * n, dtype=torch.int32)
+    counts = torch.full((n,), nodes, dtype=torch.int32)
+    _, child, sibling = reference.retrieve(parents, counts)
+    probs = torch.randn(n, nodes + 1, vocab, generator=rng).mul(3).softmax(-1)
+    drawn_from = torch.randn(n, 2, vocab, generator=rng).mul(3).softmax(-1)
+    tokens = torch.zeros(n, nodes + 1, dtype=torch.int64)
+    for depth, first in enumerate((1, 7)):
+        tokens[:, first : first + 6] = torch.multinomial(drawn_from[:, depth], 6, generator=rng)
+    lengths = set()
+    for coin in (0.0, 0.3, 0.9, 1 - 2.0**-24):
+        for final in (0.0, 0.5, 1 - 2.0**-24):
+            coins, finals = torch.full((n, nodes + 1), coin), torch.full((n,), final)
+            args = (tokens, child, sibling, counts, probs, drawn_from, coins, finals, 2)
+            result = run_residual(device, *args)
+            same(result, reference.walk_residual(*args))
+            lengths |= set(result[2].tolist())
+    assert len(lengths) > 1, lengths
+
+
+def test_a_certain_target_is_followed_whatever_was_drawn(device):
+    """Temperature 0: the likeliest token is accepted with any coin below 1 and drawn if no child has it."""
+    tokens = torch.tensor([[0, 2, 1, 3]])
+    parents = torch.tensor([[-1, 0, 0, 0]], dtype=torch.int32)
+    counts = torch.tensor([3], dtype=torch.int32)
+    _, child, sibling = run_retrieve("cpu", parents, counts)
+    rng = torch.Generator().manual_seed(0)
+    drawn_from = torch.rand(1, 1, VOCAB, generator=rng).softmax(-1)
+    coins = torch.full((1, 4), 1 - 2.0**-24)
+    for token, node in ((1, 2), (3, 3), (2, 1), (5, None)):
+        probs = torch.zeros(1, 4, VOCAB)
+        probs[..., token] = 1.0
+        args = (tokens, child, sibling, counts, probs, drawn_from, coins, torch.tensor([0.5]))
+        predict, accepted, _ = run_residual(device, *args, 1)
+        assert int(predict[0]) == token
+        assert accepted.tolist() == [[0, -1 if node is None else node]]
 
 
 @given(st.integers(0, 2**31), st.integers(1, 4), st.integers(0, 30), st.integers(0, 6))

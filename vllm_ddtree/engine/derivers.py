@@ -15,7 +15,7 @@ import torch
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_ddtree import coins, step
+from vllm_ddtree import coins, residual, step
 from vllm_ddtree.engine.state import TreeStore
 from vllm_ddtree.options import TreeOptions
 
@@ -92,22 +92,34 @@ class CoinDeriver(Deriver):
     without speculation. It needs the probabilities of every row in float32.
     """
 
+    _walk = staticmethod(coins.walk_coin_rows)
+
     def __call__(self, scores: Scores) -> Derived:
         """Turn logits into distributions, then walk with keyed coins."""
-        states = self._sampler.sampling_states
-        probs = scores.processed.float().softmax(dim=-1)
-        greedy = states.temperature.gpu[scores.row_states] == 0
-        best = torch.zeros_like(probs).scatter_(1, scores.processed.argmax(dim=-1, keepdim=True), 1.0)
-        return coins.walk_coin_rows(
-            torch.where(greedy[:, None], best, probs),
+        return self._walk(
+            self._probabilities(scores),
             scores.drafts,
             scores.positions,
-            states.seeds.gpu,
+            self._sampler.sampling_states.seeds.gpu,
             scores.cu_logits,
             scores.states,
             self._store,
             self._max_depth,
         )
+
+    def _probabilities(self, scores: Scores) -> torch.Tensor:
+        """float32 [R, V]; all on one token where the temperature is 0."""
+        probs = scores.processed.float().softmax(dim=-1)
+        greedy = self._sampler.sampling_states.temperature.gpu[scores.row_states] == 0
+        best = torch.zeros_like(probs).scatter_(1, scores.processed.argmax(dim=-1, keepdim=True), 1.0)
+        return torch.where(greedy[:, None], best, probs)
+
+
+class ResidualDeriver(CoinDeriver):
+    """For trees whose children were drawn from the drafter: accepted with p / q, else p becomes what q leaves
+    of it. Accepts more than the others where the target is undecided (temperature >= 1)."""
+
+    _walk = staticmethod(residual.walk_residual_rows)
 
 
 class SyntheticDeriver(DrawDeriver):
@@ -143,7 +155,7 @@ class SyntheticDeriver(DrawDeriver):
         return sampled, torch.where(inside, slots, -1), depth + 1
 
 
-DERIVERS = {"draw": DrawDeriver, "coins": CoinDeriver}
+DERIVERS = {"draw": DrawDeriver, "coins": CoinDeriver, "residual": ResidualDeriver}
 
 
 def make_deriver(sampler: Sampler, store: TreeStore, options: TreeOptions) -> Deriver:

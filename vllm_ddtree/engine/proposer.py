@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
-from vllm_ddtree import step
+from vllm_ddtree import residual, step
 from vllm_ddtree.engine.config import drafter_horizon
 from vllm_ddtree.engine.state import TreeStore
 from vllm_ddtree.options import TreeOptions
+
+logger = init_logger("vllm.ddtree")
 
 
 class TreeSpeculator(DFlashSpeculator):
@@ -34,7 +37,12 @@ class TreeSpeculator(DFlashSpeculator):
         self.horizon = self.num_speculative_steps
         self.max_depth = options.max_depth or self.horizon
         self.top_k = min(options.top_k or options.num_nodes, options.num_nodes, self.vocab_size)
-        self.store = TreeStore(self.max_num_reqs, options.num_nodes, device)
+        drawn = options.deriver == "residual"
+        shape = (self.max_depth, self.vocab_size) if drawn else None
+        self.store = TreeStore(self.max_num_reqs, options.num_nodes, device, shape)
+        if self.store.draft_probs is not None:
+            size = self.store.draft_probs.nbytes / 2**20
+            logger.info("ddtree: the residual deriver keeps %.0f MiB of draft distributions.", size)
         self._nodes = torch.zeros(self.max_num_reqs, options.num_nodes, dtype=torch.int64, device=device)
         self._budgets = torch.full((self.max_num_reqs,), options.num_nodes, dtype=torch.int32, device=device)
 
@@ -60,14 +68,21 @@ class TreeSpeculator(DFlashSpeculator):
 
     def _build(self, num_reqs: int, logits: torch.Tensor) -> None:
         """Turn drafter logits [n, L, V] into trees, keyed by request state."""
-        logits = logits[:, : self.max_depth].reshape(-1, logits.shape[-1])
-        logps, tokens = step.top_logps(logits, self.top_k)
+        logits = logits[:, : self.max_depth]
+        states = self.sample_idx_mapping[: num_reqs * self.horizon : self.horizon]
+        if self.store.draft_probs is None:
+            logps, tokens = step.top_logps(logits.reshape(-1, logits.shape[-1]), self.top_k)
+        else:
+            positions = self.sample_pos[: num_reqs * self.horizon].view(num_reqs, -1)[:, : self.max_depth]
+            logps, tokens = residual.draw_children(
+                logits, self.temperature, self.seeds, positions, states, self.top_k, self.store.draft_probs
+            )
         shape = (num_reqs, -1, self.top_k)
         step.build_trees(
             logps.view(shape),
             tokens.view(shape),
             self._budgets[:num_reqs],
-            self.sample_idx_mapping[: num_reqs * self.horizon : self.horizon],
+            states,
             self.store,
             self._nodes[:num_reqs],
         )

@@ -23,9 +23,17 @@ class TreeStore:
         next_token, next_sibling: [R, Q] int32, the retrieve buffers.
         mask: [R, Q, W] int32, ancestor bit rows.
         is_chain: [R] bool, requests whose sampling parameters need a chain.
+        draft_probs: [R, L, V] float32, what the children of each depth were drawn from; None where they
+            are not drawn.
     """
 
-    def __init__(self, max_num_reqs: int, num_nodes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_reqs: int,
+        num_nodes: int,
+        device: torch.device,
+        draft_shape: tuple[int, int] | None = None,
+    ) -> None:
         rows, width = max_num_reqs + 1, num_nodes + 1
         words = (width + 31) // 32
         self.max_num_reqs = max_num_reqs
@@ -40,6 +48,9 @@ class TreeStore:
         self.next_sibling = torch.full((rows, width), -1, dtype=i32, device=device)
         self.mask = torch.zeros(rows, width, words, dtype=i32, device=device)
         self.is_chain = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.draft_probs: torch.Tensor | None = None
+        if draft_shape is not None:
+            self.draft_probs = torch.zeros(rows, *draft_shape, dtype=torch.float32, device=device)
 
 
 class TreeStep:

@@ -25,16 +25,16 @@ def _load_keys(
     table_row,
     pos,
     ok,
-    block_size,
     stride_block,
     stride_slot,
+    PAGE: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Rows ``pos`` of a paged cache as a [keys, BLOCK_D] tile; rows that are not ``ok`` read as 0."""
     dims = tl.arange(0, BLOCK_D)
-    block = tl.load(table_row + pos // block_size, mask=ok, other=0).to(tl.int64)
-    rows = head_base + block * stride_block + (pos % block_size).to(tl.int64) * stride_slot
+    block = tl.load(table_row + pos // PAGE, mask=ok, other=0).to(tl.int64)
+    rows = head_base + block * stride_block + (pos % PAGE).to(tl.int64) * stride_slot
     keep = ok[:, None]
     if BLOCK_D != D:
         keep = keep & (dims[None, :] < D)
@@ -79,7 +79,6 @@ def tree_attention_kernel(
     part_lse_ptr,  # [splits, tokens, q heads] float32, base 2
     scale,
     softcap,
-    block_size,
     stride_out_t,
     stride_out_h,
     stride_lse_h,
@@ -99,6 +98,7 @@ def tree_attention_kernel(
     stride_v_scale,
     stride_part_s,
     stride_plse_s,
+    PAGE: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -173,8 +173,8 @@ def tree_attention_kernel(
         for at in tl.range(lo, hi, BLOCK_N):
             pos = at + tl.arange(0, BLOCK_N)
             ok = pos < hi
-            k = _load_keys(k_head, table_row, pos, ok, block_size, stride_k_block, stride_k_slot, D, BLOCK_D)
-            v = _load_keys(v_head, table_row, pos, ok, block_size, stride_v_block, stride_v_slot, D, BLOCK_D)
+            k = _load_keys(k_head, table_row, pos, ok, stride_k_block, stride_k_slot, PAGE, D, BLOCK_D)
+            v = _load_keys(v_head, table_row, pos, ok, stride_v_block, stride_v_slot, PAGE, D, BLOCK_D)
             acc, m, total = _step(
                 acc, m, total, q, k.to(ty), v.to(ty), ok[None, :], qk_scale, softcap, v_scale, SOFTCAP
             )
@@ -194,14 +194,14 @@ def tree_attention_kernel(
         for at in tl.range(0, last, BLOCK_N):
             j = at + tl.arange(0, BLOCK_N)
             ok = j < n
-            k = _load_keys(
-                k_head, table_row, ctx + j, ok, block_size, stride_k_block, stride_k_slot, D, BLOCK_D
-            )
-            v = _load_keys(
-                v_head, table_row, ctx + j, ok, block_size, stride_v_block, stride_v_slot, D, BLOCK_D
-            )
-            words_at = bits_row[:, None] + (j // 32)[None, :]
-            words = tl.load(words_at, mask=in_tree[:, None] & ok[None, :], other=0)
+            k = _load_keys(k_head, table_row, ctx + j, ok, stride_k_block, stride_k_slot, PAGE, D, BLOCK_D)
+            v = _load_keys(v_head, table_row, ctx + j, ok, stride_v_block, stride_v_slot, PAGE, D, BLOCK_D)
+            # One load per row and word: per key it would be 32 times as many.
+            word_at = bits_row + at // 32
+            words = tl.load(word_at, mask=in_tree, other=0)[:, None]
+            for w in tl.static_range(1, BLOCK_N // 32):
+                more = tl.load(word_at + w, mask=in_tree & (at + 32 * w < n), other=0)
+                words = tl.where((tl.arange(0, BLOCK_N) // 32 == w)[None, :], more[:, None], words)
             ancestor = ((words >> (j % 32)[None, :]) & 1) != 0
             allowed = tl.where(in_tree[:, None], ancestor, j[None, :] <= row[:, None]) & ok[None, :]
             if NON_CAUSAL:
@@ -309,7 +309,6 @@ def launch(
         part_lse if part_lse is not None else out,
         scale,
         softcap,
-        key_cache.shape[1],
         out.stride(0),
         out.stride(1),
         lse.stride(0) if lse is not None else 0,
@@ -329,6 +328,7 @@ def launch(
         scale_stride(v_scale),
         part.stride(0) if part is not None else 0,
         part_lse.stride(0) if part_lse is not None else 0,
+        PAGE=key_cache.shape[1],
         GROUP=group,
         D=head_size,
         BLOCK_D=triton.next_power_of_2(head_size),
