@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_ddtree import ops, reference, step
+from vllm_ddtree import ops, reference, residual, step
 from vllm_ddtree.engine.state import TreeStore
 
 
@@ -31,7 +31,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 32])
     parser.add_argument("--nodes", type=int, nargs="+", default=[16, 64, 256, 512])
     parser.add_argument("--depth", type=int, default=15, help="draft depths L; 15 for block-16 checkpoints")
-    parser.add_argument("--vocab", type=int, default=32_000, help="V of walk_coins only")
+    parser.add_argument("--vocab", type=int, default=32_000, help="V of walk_coins and walk_residual")
     parser.add_argument("--draft-vocab", type=int, default=151_936, help="V of top_logps (Qwen3)")
     parser.add_argument("--layers", type=int, default=36, help="layers of the moved cache (K and V each)")
     parser.add_argument("--hidden", type=int, default=4096, help="width of the drafter's 5 hidden rows")
@@ -99,6 +99,7 @@ def cases(args: argparse.Namespace, n: int, nodes: int) -> dict[str, Callable[[]
     coins = torch.full((n, q), 0.99, device=device)
     finals = torch.full((n,), 0.5, device=device)
     coin_out = [t.clone() for t in out]
+    drawn_from = probs[:, :depth].roll(1, -1).contiguous()
     # Half of the accepted nodes are out of place.
     local = torch.arange(depth + 1, device=device).clamp_max(nodes)
     local = torch.where(local > depth // 2, (local + depth // 2).clamp_max(nodes), local)
@@ -116,6 +117,14 @@ def cases(args: argparse.Namespace, n: int, nodes: int) -> dict[str, Callable[[]
     rows = torch.arange(n, device=device)
     order, cu = rows.int(), torch.arange(n + 1, **i32) * q
     draft_logits = torch.randn(n * depth, args.draft_vocab, device=device, generator=gen).bfloat16()
+    draft_probs = torch.zeros(n + 1, depth, args.draft_vocab, device=device)
+    drafted = (
+        draft_logits.view(n, depth, -1),
+        torch.ones(n, device=device),
+        rows,
+        rows[:, None] + rows.new_zeros(depth),
+        rows,
+    )
     drafts = torch.zeros(n, nodes, **i64)
     step.build_trees(logps, ids, budgets, rows, store, drafts)
     positions, local_pos = torch.arange(n * q, device=device), torch.zeros(n * q, **i32)
@@ -142,6 +151,8 @@ def cases(args: argparse.Namespace, n: int, nodes: int) -> dict[str, Callable[[]
         "ancestor_mask": lambda: ops.ancestor_mask(parents, counts, mask),
         "walk": lambda: ops.walk(*walk, drawn, *out),
         "walk_coins": lambda: ops.walk_coins(*walk, probs, coins, finals, *coin_out),
+        "walk_residual": lambda: ops.walk_residual(*walk, probs, drawn_from, coins, finals, *coin_out),
+        "residual: draw_children": lambda: residual.draw_children(*drafted, min(nodes, 512), draft_probs),
         "plan_moves": lambda: ops.plan_moves(accept, start, q, slots, src, dst),
         "move_rows": lambda: ops.move_rows(views, table, src, dst),
     }

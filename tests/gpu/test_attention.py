@@ -24,7 +24,7 @@ if not CUDA:
 pytest.importorskip("triton")
 
 from vllm_ddtree.kernels.paged_tree import paged_tree_attention  # noqa: E402
-from vllm_ddtree.kernels.tree_attention import tree_attention_  # noqa: E402
+from vllm_ddtree.kernels.tree_attention import Tile, tree_attention_  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 SMS = torch.cuda.get_device_properties(0).multi_processor_count if CUDA else 132
@@ -32,11 +32,11 @@ ATOL = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 need_cuda = pytest.mark.skipif(not CUDA, reason="needs a GPU")
 
 
-def run_seeded(case, block_m=None):
+def run_seeded(case, tile=None):
     out, lse = expected(case, context_only=True)
     out = out.to(case.q.dtype)
     return tree_attention_(
-        case.q, case.key_cache, case.value_cache, out, lse.contiguous(), num_sms=SMS, block_m=block_m,
+        case.q, case.key_cache, case.value_cache, out, lse.contiguous(), num_sms=SMS, tile=tile,
         **case.shared(),
     )  # fmt: skip
 
@@ -90,13 +90,25 @@ def test_options_in_float32(run, options):
     assert error(case, run(case)) < ATOL[torch.float32]
 
 
-@pytest.mark.parametrize("run", [run_seeded, run_fused], ids=["seeded", "fused"])
-def test_tree_over_several_mask_words_and_tiles(run):
-    case = make_case(
+def several_words():
+    return make_case(
         [70, 41], [5, 18], group=3, kv_heads=1, head_size=16, dtype=torch.float32, device=DEVICE, q_len=70
     )
-    assert error(case, run(case)) < ATOL[torch.float32]
-    assert error(case, run(case, block_m=64)) < ATOL[torch.float32]
+
+
+@pytest.mark.parametrize(
+    "tile", [Tile(16, 32, 4, 2), Tile(64, 32, 4, 2), Tile(16, 64, 4, 2), Tile(64, 128, 4, 2)]
+)
+def test_tree_over_several_mask_words_and_tiles(tile):
+    """Tiles of one, two and four mask words of keys, the last of them past the tree's end."""
+    case = several_words()
+    assert error(case, run_seeded(case, tile)) < ATOL[torch.float32]
+
+
+@pytest.mark.parametrize("block_m", [None, 64])
+def test_fused_tree_over_several_mask_words_and_tiles(block_m):
+    case = several_words()
+    assert error(case, run_fused(case, block_m=block_m)) < ATOL[torch.float32]
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 8])

@@ -9,6 +9,8 @@ sees at least itself.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,20 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 # A mask word holds 32 nodes, so tiles of keys are whole words.
 WORD = 32
+
+
+class Tile(NamedTuple):
+    """How one program of the kernel is cut: (query, head) pairs, keys, warps, pipeline stages."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# Measured on an H200 over 1 to 64 requests and 16 to 256 nodes (docs/gpu-results.md).
+SMALL_TILE = Tile(16, 32, 4, 2)
+LARGE_TILE = Tile(64, 32, 4, 2)
 
 
 @triton.jit
@@ -200,7 +216,7 @@ def tree_attention_kernel(
             word_at = bits_row + at // 32
             words = tl.load(word_at, mask=in_tree, other=0)[:, None]
             for w in tl.static_range(1, BLOCK_N // 32):
-                more = tl.load(word_at + w, mask=in_tree & (at + 32 * w < n), other=0)
+                more = tl.load(word_at + w, mask=in_tree & (row * 0 + at + 32 * w < n), other=0)
                 words = tl.where((tl.arange(0, BLOCK_N) // 32 == w)[None, :], more[:, None], words)
             ancestor = ((words >> (j % 32)[None, :]) & 1) != 0
             allowed = tl.where(in_tree[:, None], ancestor, j[None, :] <= row[:, None]) & ok[None, :]
@@ -223,12 +239,13 @@ def tree_attention_kernel(
         tl.store(part_lse_ptr + split.to(tl.int64) * stride_plse_s + flat, lse2, mask=live)
 
 
-def tile_shape(rows: int, kv_heads: int, num_reqs: int, num_sms: int) -> int:
-    """BLOCK_M of the seeded kernel: the larger tile once it already fills the device.
+def tile_shape(rows: int, kv_heads: int, num_reqs: int, num_sms: int) -> Tile:
+    """Shape of the seeded kernel: the larger tile once it already fills the device.
 
     Only two shapes exist, so that serving compiles nothing after ``compile_tree_attention``.
     """
-    return 64 if triton.cdiv(rows, 64) * kv_heads * num_reqs >= num_sms else 16
+    large = triton.cdiv(rows, LARGE_TILE.block_m) * kv_heads * num_reqs >= num_sms
+    return LARGE_TILE if large else SMALL_TILE
 
 
 def scale_stride(scale: torch.Tensor | None) -> int:
@@ -354,7 +371,7 @@ def tree_attention_(
     lse: torch.Tensor,
     *,
     num_sms: int,
-    block_m: int | None = None,
+    tile: Tile | None = None,
     **shared,
 ) -> torch.Tensor:
     """Continue an attention over the context with the tree's own keys, in place.
@@ -366,7 +383,7 @@ def tree_attention_(
         out: [tokens, q heads, D], the normalised attention over the context, overwritten by the result.
         lse: [q heads, tokens] float32, the context's log-sum-exp; -inf or +inf where the context is empty.
         num_sms: multiprocessors of the device, for the tile shape.
-        block_m: force a tile shape (tests).
+        tile: force a shape (tests).
         shared: ``block_table`` [R, max blocks] int32, ``cu_q`` [R + 1] int32, ``ctx`` [R] int32, ``mask``
             [>= R, q_len, words] int32 with bit j of row i set iff j is i or its ancestor, ``tree_len``
             [>= R] int32 (a request whose query length differs is causal),
@@ -382,13 +399,12 @@ def tree_attention_(
     """
     kv_heads = key_cache.shape[2]
     rows = shared["max_query_len"] * (q.shape[1] // kv_heads)
-    if block_m is None:
-        block_m = tile_shape(rows, kv_heads, shared["num_reqs"], num_sms)
-    launch(q, key_cache, value_cache, out, lse, block_m=block_m, **shared)
+    tile = tile or tile_shape(rows, kv_heads, shared["num_reqs"], num_sms)
+    launch(q, key_cache, value_cache, out, lse, **tile._asdict(), **shared)
     return out
 
 
 def compile_tree_attention(q, key_cache, value_cache, out, lse, **shared) -> None:
     """Compile every tile shape of ``tree_attention_`` for these arguments without running one."""
-    for block_m in (16, 64):
-        launch(q, key_cache, value_cache, out, lse, block_m=block_m, compile_only=True, **shared)
+    for tile in (SMALL_TILE, LARGE_TILE):
+        launch(q, key_cache, value_cache, out, lse, **tile._asdict(), compile_only=True, **shared)

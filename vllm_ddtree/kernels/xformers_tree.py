@@ -36,7 +36,6 @@ def xformers_tree_attention(
     tree_v: torch.Tensor,
     prefix_bias,
     bias: torch.Tensor,
-    prefix_op=None,
 ) -> torch.Tensor:
     """Attention of R trees of n nodes each.
 
@@ -46,13 +45,18 @@ def xformers_tree_attention(
         tree_k, tree_v: [R, n, kv heads, D].
         prefix_bias: xformers' BlockDiagonalPaddedKeysMask with n queries and the context length per request.
         bias: [n, n] for one tree shared by all (``xformers.ops.tree_attention``), or [R, n, n].
-        prefix_op: xformers operator of the context part; None lets xformers choose.
 
     Returns:
         [R, n, q heads, D]. The scale is 1 / sqrt(D).
     """
     from xformers.ops import fmha
+    from xformers.ops.fmha import common
     from xformers.ops.tree_attention import tree_attention
+
+    # xformers refuses every CUDA op when its C++ library doesn't load (0.0.35 is built for torch 2.10 and
+    # CUDA 12.8). Split-K is written in Triton and needs none of that library.
+    common._built_with_cuda = True
+    split_k = fmha.triton_splitk.FwOp
 
     requests, n, q_heads, head_size = q.shape
     kv_heads = context_k.shape[2]
@@ -64,7 +68,7 @@ def xformers_tree_attention(
     q5 = q.view(requests, n, kv_heads, group, head_size)
     parts = [grouped(x) for x in (tree_k, tree_v, context_k, context_v)]
     if bias.dim() == 2:
-        out = tree_attention(q5, *parts, bias, prefix_bias, prefix_op=prefix_op)
+        out = tree_attention(q5, *parts, bias, prefix_bias, prefix_op=split_k)
         return out.reshape(requests, n, q_heads, head_size)
     spec_k, spec_v, cache_k, cache_v = parts
     padded = cache_k.shape[1]
@@ -73,14 +77,14 @@ def xformers_tree_attention(
         cache_k.view(1, requests * padded, kv_heads, group, head_size),
         cache_v.view(1, requests * padded, kv_heads, group, head_size),
         attn_bias=prefix_bias,
-        op=prefix_op or fmha.triton_splitk.FwOp,
+        op=split_k,
     )
     suffix, suffix_lse = fmha.memory_efficient_attention_forward_requires_grad(
         q5,
         spec_k,
         spec_v,
         attn_bias=bias[:, None, None].expand(requests, kv_heads, group, n, n),
-        op=fmha.triton_splitk.FwOp,
+        op=split_k,
     )
     out, _ = fmha.merge_attentions(
         [prefix.view(requests, n, kv_heads, group, head_size), suffix],
