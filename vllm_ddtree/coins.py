@@ -66,9 +66,11 @@ def keyed_coins(seeds: Tensor, positions: Tensor, rows: Tensor, tokens: Tensor) 
 
     seeds int64 [n]; positions int64 [R]; rows and tokens int64 [n, Q], the row and the token of each node.
     """
-    seeds = seeds[:, None]
-    last = keyed_uniform(seeds, positions[rows[:, :1]], _FINAL)
-    return keyed_uniform(seeds, positions[rows], tokens), last[:, 0]
+    # One hash for both, since each is some thirty launches: the last draw is one more column.
+    position = positions[torch.cat((rows, rows[:, :1]), dim=1)]
+    token = torch.nn.functional.pad(tokens, (0, 1), value=_FINAL)
+    coins = keyed_uniform(seeds[:, None], position, token)
+    return coins[:, :-1].contiguous(), coins[:, -1].contiguous()
 
 
 def emitted(

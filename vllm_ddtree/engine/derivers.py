@@ -110,9 +110,11 @@ class CoinDeriver(Deriver):
     def _probabilities(self, scores: Scores) -> torch.Tensor:
         """float32 [R, V]; all on one token where the temperature is 0."""
         probs = scores.processed.float().softmax(dim=-1)
-        greedy = self._sampler.sampling_states.temperature.gpu[scores.row_states] == 0
+        temperature = self._sampler.sampling_states.temperature
+        if np.all(temperature.np[scores.states_np]):
+            return probs
         best = torch.zeros_like(probs).scatter_(1, scores.processed.argmax(dim=-1, keepdim=True), 1.0)
-        return torch.where(greedy[:, None], best, probs)
+        return torch.where(temperature.gpu[scores.row_states, None] == 0, best, probs)
 
 
 class ResidualDeriver(CoinDeriver):

@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 
 # Measured on an H200 over 1 to 64 requests and 16 to 256 nodes (docs/gpu-results.md).
 SMALL_TILE = Tile(16, 32, 4, 2)
-LARGE_TILE = Tile(64, 32, 4, 2)
+LARGE_TILE = Tile(64, 32, 4, 1)
 
 
 @triton.jit
