@@ -32,20 +32,37 @@ struct ResidualMass {
   __device__ double operator()(int64_t v) const {
     const float p = probs[v];
     if (!(p > 0.0f) || tried.has(v)) return 0.0;
-    if (!(scale > 0.0)) return p;
-    // Rounded twice, as the reference does; a fused multiply-add would round once.
-    const float q = drawn_from[v];
+    return scale > 0.0 ? untried(p, drawn_from[v]) : p;
+  }
+
+  // Rounded twice, as the reference does; a fused multiply-add would round once.
+  __device__ double untried(float p, float q) const {
     return fmax(__dsub_rn(p, __dmul_rn(scale, q > 0.0f ? q : 0.0)), 0.0);
   }
 };
+
+// Values that a thread loads before it uses the first: a lone block waits for memory, not for arithmetic.
+constexpr int kAhead = 8;
 
 // The block's sums of left and open mass; parts holds two values per warp.
 __device__ inline void residual_sums(const ResidualMass& left, int64_t vocab, double* parts, double* mass,
                                      double* open_mass) {
   double m = 0.0, o = 0.0;
-  for (int64_t v = threadIdx.x; v < vocab; v += kCoinThreads) {
-    m += left(v);
-    o += left.open(v);
+  for (int64_t first = threadIdx.x; first < vocab; first += kAhead * kCoinThreads) {
+    float p[kAhead], q[kAhead];
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      const int64_t v = first + k * kCoinThreads;
+      p[k] = v < vocab ? left.probs[v] : 0.0f;
+      q[k] = v < vocab ? left.drawn_from[v] : 0.0f;
+    }
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      const bool has_p = p[k] > 0.0f, has_q = q[k] > 0.0f;
+      if (!(has_p || has_q) || left.tried.has(first + k * kCoinThreads)) continue;
+      if (has_p) m += left.scale > 0.0 ? left.untried(p[k], q[k]) : p[k];
+      if (has_q) o += q[k];
+    }
   }
   m = warp_sum(m);
   o = warp_sum(o);
