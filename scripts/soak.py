@@ -2,6 +2,7 @@
 
     python scripts/soak.py --requests 300                         # server, bursts, disconnects, bad requests
     python scripts/soak.py --offline --steps 5000                 # in process, random aborts
+    python scripts/soak.py --offline --steps 5000 --heap 5000     # the same, and what the memory is made of
     python scripts/soak.py --restarts 5                           # start and stop an engine again and again
     python scripts/soak.py --target DIR --drafter DIR --nodes 64  # any pair; without it tiny random models
 
@@ -54,6 +55,18 @@ INVALID: list[dict[str, Any]] = [
     {"max_tokens": "many"},
     {"structured_outputs": {"regex": "("}},
 ]
+# Sampling parameters of the offline load's sampled requests.
+VARIETY: list[dict[str, Any]] = [
+    {},
+    {"top_k": 20},
+    {"top_p": 0.9},
+    {"min_p": 0.05},
+    {"logprobs": 3},
+    {"frequency_penalty": 0.7},
+    {"repetition_penalty": 1.2},
+    {"min_tokens": 1, "stop_token_ids": list(range(0, 272, 3))},
+    {"logit_bias": {70: 3.0}},
+]
 
 
 def arguments() -> argparse.Namespace:
@@ -75,6 +88,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=int, default=0, help="stop sending after this time")
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--offline", action="store_true")
+    parser.add_argument(
+        "--heap", type=int, default=0, metavar="STEPS", help="offline: watch the heap for so long"
+    )
+    parser.add_argument("--trace", action="store_true", help="with --heap: tracemalloc over the second half")
     parser.add_argument("--restarts", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", default="soak.json")
@@ -152,6 +169,20 @@ def answers(args: argparse.Namespace) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(asked, params, use_tqdm=False)]
 
 
+def load(args: argparse.Namespace, number: int, prompts: list[list[int]]) -> dict[str, Any]:
+    """Request ``number`` of the offline load: the same whatever the engine does with it."""
+    draw = random.Random(f"{args.seed}/{number}")
+    which, length = draw.randrange(len(prompts)), draw.randint(1, args.max_tokens)
+    aborted = draw.randint(0, args.max_tokens) if draw.random() < 0.06 else None
+    found = {"which": which, "prompt": prompts[which], "aborted": aborted}
+    params: dict[str, Any] = {"max_tokens": length, "ignore_eos": True, "temperature": 0.0}
+    if draw.random() < 0.4:
+        fresh = [draw.randrange(32, 127) for _ in range(draw.randint(1, args.max_model_len // 3))]
+        found |= {"which": -1, "prompt": fresh}
+        params |= {"temperature": 1.0, "seed": number} | draw.choice(VARIETY)
+    return found | {"params": params}
+
+
 def offline(args: argparse.Namespace) -> dict[str, Any]:
     """Steps of one engine in this process with random arrivals and aborts."""
     from vllm import LLM, SamplingParams
@@ -161,32 +192,28 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
     draw, prompts = random.Random(args.seed + 1), make_prompts(args)
     llm = LLM(args.target, speculative_config=speculative(args), **engine_settings(args))
     work, process = llm.llm_engine, psutil.Process()
-    running: dict[str, tuple[int, int]] = {}
+    running: dict[str, dict[str, Any]] = {}
     counts, samples, wrong, steps, sent = Counter(), [], [], 0, 0
+    watch = Watch(args) if args.heap else None
     begun = time.monotonic()
     while True:
         late = bool(args.seconds) and time.monotonic() - begun > args.seconds
         if not late and steps < args.steps and len(running) < args.max_num_seqs + 4 and draw.random() < 0.5:
-            which, length = draw.randrange(len(prompts)), draw.randint(1, args.max_tokens)
-            greedy = draw.random() < 0.7
-            params = SamplingParams(
-                temperature=0 if greedy else 1.0,
-                max_tokens=length,
-                ignore_eos=True,
-                seed=None if greedy else sent,
-            )
-            running[str(sent)] = (which if greedy else -1, length)
-            work.add_request(str(sent), {"prompt_token_ids": prompts[which]}, params)
+            asked = load(args, sent, prompts)
+            running[str(sent)] = asked | {"since": steps}
+            prompt = {"prompt_token_ids": asked["prompt"]}
+            work.add_request(str(sent), prompt, SamplingParams(**asked["params"]))
             sent += 1
-        if running and draw.random() < 0.03:
-            name = draw.choice(sorted(running))
-            work.abort_request([name])
-            del running[name]
-            counts["aborted"] += 1
+        for name, asked in list(running.items()):
+            if asked["aborted"] is not None and steps - asked["since"] >= asked["aborted"]:
+                work.abort_request([name])
+                del running[name]
+                counts["aborted"] += 1
         for output in work.step():
             if not output.finished or output.request_id not in running:
                 continue
-            which, length = running.pop(output.request_id)
+            asked = running.pop(output.request_id)
+            which, length = asked["which"], asked["params"]["max_tokens"]
             counts["finished"] += 1
             tokens = list(output.outputs[0].token_ids)
             if which >= 0:
@@ -196,6 +223,15 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
         steps += 1
         if steps % 50 == 0:
             samples.append(memory(process))
+        if watch is not None:
+            watch.step(steps, sent)
+        if steps % 1000 == 0:
+            print(
+                f"[soak] {steps} steps, {time.monotonic() - begun:.0f} s, {dict(counts)}, {len(wrong)} wrong,"
+                f" {samples[-1]}",
+                file=sys.stderr,
+                flush=True,
+            )
         if not running and (steps >= args.steps or late):
             break
     for _ in range(3):
@@ -211,7 +247,42 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
         "kv_blocks_in_use_at_end": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         "preemptions": values.get("vllm:num_preemptions", 0),
         "memory": growth(samples),
+        **({"heap": watch.report()} if watch else {}),
     }
+
+
+class Watch:
+    """The engine's heap over its steps (heap.py), 20 rows, and what grew in its second half."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import heap
+
+        self.heap, self.every, self.trace = heap, max(args.heap // 20, 1), args.trace
+        self.half, self.rows = args.heap // 2, []
+        self.before: Any = None
+        self.traced: Any = None
+
+    def step(self, steps: int, sent: int) -> None:
+        if steps % self.every == 0:
+            self.rows.append({"steps": steps, "sent": sent} | self.heap.snapshot())
+        if self.before is None and steps >= self.half:
+            self.before = self.heap.Containers()
+            if self.trace:
+                import tracemalloc
+
+                tracemalloc.start()
+                self.traced = tracemalloc.take_snapshot()
+
+    def report(self) -> dict[str, Any]:
+        found = {"rows": self.rows, "trimmed": self.heap.trim()}
+        if self.before is not None:
+            found["grown_in_second_half"] = self.before.grown(20)
+        if self.traced is not None:
+            import tracemalloc
+
+            top = tracemalloc.take_snapshot().compare_to(self.traced, "lineno")
+            found["traced"] = [str(one) for one in top[:15]]
+        return found
 
 
 def restarts(args: argparse.Namespace) -> dict[str, Any]:
@@ -237,7 +308,7 @@ def restarts(args: argparse.Namespace) -> dict[str, Any]:
             {
                 "seconds": round(time.monotonic() - began, 1),
                 "mib": round(process.memory_info().rss / 2**20),
-                "children": len([p for p in process.children(recursive=True) if "EngineCore" in p.name()]),
+                "children": [" ".join(one.cmdline())[-60:] for one in process.children(recursive=True)],
                 "open_files": process.num_fds(),
                 "threads": process.num_threads(),
             }
@@ -434,7 +505,7 @@ def serve(args: argparse.Namespace, expected: list[list[int]]) -> dict[str, Any]
 def good(report: dict[str, Any]) -> bool:
     bad = bool(report["wrong_text"] or report.get("failed") or report.get("kv_blocks_in_use_at_end"))
     bad |= any(report.get("left_at_end", {}).values()) or not report.get("server_alive", True)
-    return not bad and not any(row["children"] for row in report.get("engines", []))
+    return not bad and not any("VLLM" in str(row["children"]) for row in report.get("engines", []))
 
 
 def main() -> int:
@@ -450,6 +521,9 @@ def main() -> int:
 
             args.target = str(tiny_models.make_target(Path(folder) / "target"))
             args.drafter = str(tiny_models.make_drafter(Path(folder) / "drafter"))
+        if args.heap:
+            # oneDNN keeps 1,024 kernels, one per matrix and count of rows: a growth that would hide others.
+            os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
         expected = inside(args, "answers", {})
         known = {"SOAK_ANSWERS": json.dumps(expected)}
         if args.restarts:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+from unittest import mock
 
 import pytest
-from engines import accepted_length, engines, greedy, tree
+from engines import accepted_length, engine, engines, greedy, prompts, tree
 from oracle import oracle
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.scheduler import Scheduler
 
 SCHEMA = {
     "type": "object",
@@ -99,6 +101,57 @@ def test_valid_and_equal_to_no_speculation(tiny, backend):
     (call,) = re.findall(CALL, texts[9])[:1]
     # vLLM 0.32 hands guidance the tag's schema in a wrapper that lets any JSON through.
     assert json.loads(call) in ARGUMENT["enum"] or backend == "guidance"
+
+
+def test_preempted_requests_go_on_in_their_grammar(tiny):
+    """Too few blocks: what a grammar let through is prefilled again, and the grammar goes on from there."""
+    code, tokens = "[a-f]{22}-[0-9]{5}", 30
+    constraints = [{"regex": code}, None, {"json": SCHEMA}, {"regex": code}, None, {"regex": code}]
+    params = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=tokens,
+            ignore_eos=kind is None,
+            structured_outputs=kind and StructuredOutputsParams(**kind),
+        )
+        for kind in constraints
+    ]
+    # Printable characters: bytes of a broken one would join the first characters of the text.
+    asked = [
+        {"prompt_token_ids": [token % 94 for token in (p * 20)[: 20 + 9 * i]]}
+        for i, p in enumerate(prompts(6, seed=3))
+    ]
+    settings = {
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+        "max_model_len": 128,
+        "block_size": 32,
+    }
+
+    def answers(llm):
+        outputs = llm.generate(asked, params, use_tqdm=False)
+        return [(list(o.outputs[0].token_ids), o.outputs[0].text) for o in outputs]
+
+    preempted = []
+    honest = Scheduler._preempt_request
+
+    def preempt(self, request, *args, **kwargs):
+        if request.use_structured_output:
+            preempted.append(request.num_output_tokens)
+        return honest(self, request, *args, **kwargs)
+
+    with engine(tiny, **settings) as llm:
+        expected = answers(llm)
+    known = [a["prompt_token_ids"] + text for a, (text, _) in zip(asked, expected, strict=True)]
+    with (
+        oracle(known),
+        mock.patch.object(Scheduler, "_preempt_request", preempt),
+        engine(tiny, tree(20), num_gpu_blocks_override=6, **settings) as llm,
+    ):
+        assert answers(llm) == expected
+        assert accepted_length(llm) > 1.5
+    assert any(count > 0 for count in preempted), preempted
+    for index in (0, 3, 5):
+        assert re.fullmatch(code, expected[index][1])
 
 
 @pytest.mark.slow

