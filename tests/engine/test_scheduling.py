@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
-from engines import engine, generate, greedy, prompts, tree
+from engines import accepted_length, engine, generate, greedy, prompts, runner, tree
 from oracle import oracle
 from vllm import SamplingParams
+
+from vllm_ddtree.engine import config
 
 TOKENS = 12
 CASES = {
@@ -72,3 +76,41 @@ def test_stop_at_every_offset_of_an_accepted_path(tiny):
             use_tqdm=False,
         )[0].outputs[0]
         assert (list(ended.token_ids), ended.finish_reason) == (plain[0][: at + 1], "stop")
+
+
+def test_fewer_nodes_as_requests_grow(tiny):
+    """vLLM's own key: the scheduler cuts drafts by batch size, and the first b nodes are the b-node tree."""
+    asked = prompts(4, seed=7)
+    with engine(tiny) as llm:
+        plain = generate(llm, asked, greedy(TOKENS))
+    tiers = [(1, 1, 16), (2, 3, 6), (4, 4, 4)]
+    with engine(tiny, tree(16, num_speculative_tokens_per_batch_size=tiers)) as llm:
+        widths = {}
+        prepare = runner(llm).prepare_attn
+
+        def watched(batch):
+            if batch.num_draft_tokens:
+                drafts = batch.num_draft_tokens // batch.num_reqs
+                widths.setdefault(batch.num_reqs, set()).add(drafts)
+            return prepare(batch)
+
+        runner(llm).prepare_attn = watched
+        with oracle([prompt + text for prompt, text in zip(asked, plain, strict=True)]):
+            assert generate(llm, asked, greedy(TOKENS)) == plain
+            assert accepted_length(llm) > 1.5
+            assert generate(llm, asked[:1], greedy(TOKENS)) == plain[:1]
+    assert widths[4] == {4} and 16 in widths[1], widths
+
+
+def test_graphs_cover_every_width():
+    arguments = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=None),
+        cudagraph_capture_sizes=None,
+        max_num_seqs=8,
+    )
+    config._set_graph_sizes(arguments, 64, [(1, 2, 64), (3, 8, 16)])
+    sizes = set(arguments.compilation_config.cudagraph_capture_sizes)
+    assert sizes >= {65, 130} | {17 * n for n in range(3, 9)}
+    before = list(sizes)
+    config._set_graph_sizes(arguments, 16)
+    assert set(arguments.compilation_config.cudagraph_capture_sizes) == set(before), "the user's sizes stay"

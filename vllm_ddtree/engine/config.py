@@ -102,7 +102,7 @@ def create_tree_config(
     if current_platform.is_cuda():
         engine_args.attention_config = copy.copy(engine_args.attention_config)
         engine_args.attention_config.backend = AttentionBackendEnum.CUSTOM
-        _set_graph_sizes(engine_args, options.num_nodes)
+        _set_graph_sizes(engine_args, options.num_nodes, config.num_speculative_tokens_per_batch_size)
     return config
 
 
@@ -146,14 +146,19 @@ def _set_worker(engine_args: Any, parallel_config: Any) -> None:
     parallel_config.worker_cls = ours
 
 
-def _set_graph_sizes(engine_args: Any, num_nodes: int) -> None:
-    """Cover whole batches of width nodes + 1 with FULL graphs, unless the user chose sizes."""
+def _set_graph_sizes(
+    engine_args: Any, num_nodes: int, tiers: list[tuple[int, int, int]] | None = None
+) -> None:
+    """Cover whole batches of width nodes + 1 with FULL graphs, unless the user chose sizes.
+
+    tiers: (first batch size, last, nodes), vLLM's num_speculative_tokens_per_batch_size: every width of them.
+    """
     compilation = copy.deepcopy(engine_args.compilation_config)
     chosen = compilation.cudagraph_capture_sizes or engine_args.cudagraph_capture_sizes
     if chosen is not None:
         return
-    width = num_nodes + 1
     seqs = engine_args.max_num_seqs or _GRAPH_BATCHES[-1]
-    whole = [n * width for n in _GRAPH_BATCHES if n <= seqs]
+    widths = {num_nodes + 1} if not tiers else {min(nodes, num_nodes) + 1 for _, _, nodes in tiers}
+    whole = {n * width for n in _GRAPH_BATCHES if n <= seqs for width in widths}
     compilation.cudagraph_capture_sizes = sorted({*_PIECEWISE_SIZES, *whole})
     engine_args.compilation_config = compilation
