@@ -1,12 +1,14 @@
 """Host time per step of making grammar bitmasks: a chain of 15 nodes against trees.
 
     python scripts/bench_grammar.py [--json FILE] [--repeats N]
+    python scripts/bench_grammar.py --accepted [--nodes 64]      # accepted lengths on a CPU, minutes
 
 One request whose answer is a JSON document under a schema of an ordinary size, with SmolLM2's vocabulary.
 Drafts follow the document; a tree's other candidates are tokens that the grammar allows at that depth, or,
 for half of them, any token. The chain is what vLLM does: validate the draft, then fill and accept node by
-node, roll back. The tree is walked depth first with one rollback per edge; a child that the grammar refuses
-drops out with everything under it. Both only measure the host: nothing here runs a model.
+node, roll back. The tree is what ddtree does: the same loop, and then the tree depth first with one roll back
+per edge; a child that the grammar refuses drops out with everything under it. Both only measure the host:
+nothing here runs a model.
 """
 
 from __future__ import annotations
@@ -100,29 +102,17 @@ def chain_step(grammar, drafts, bitmask):
     return len(drafts) + 1
 
 
-def tree_step(grammar, tokens, children, bitmask):
-    """Depth first: mask of a node, then every child that the grammar accepts; returns masks filled."""
-    filled = 0
-    stack = [(0, iter(children[0]))]
-    grammar.fill_bitmask(bitmask, 0)
-    filled += 1
-    while stack:
-        _, rest = stack[-1]
-        child = next(rest, None)
-        if child is None:
-            stack.pop()
-            if stack:
-                grammar.rollback(1)
-            continue
-        # validate_tokens asks without the error log that a refused accept_tokens writes.
-        if grammar.is_terminated() or not grammar.validate_tokens([tokens[child]]):
-            continue
-        grammar.accept_tokens("", [tokens[child]])
-        if not grammar.is_terminated():
-            grammar.fill_bitmask(bitmask, child)
-            filled += 1
-        stack.append((child, iter(children[child])))
-    return filled
+def tree_step(grammar, tokens, parents, bitmask):
+    """What the engine does: vLLM's loop, on a matcher that then walks the tree."""
+    from vllm_ddtree.engine.grammar import TreeGrammar
+
+    walk = TreeGrammar(grammar, parents)
+    for row, token in enumerate(tokens):
+        walk.fill_bitmask(bitmask, row)
+        walk.accept_tokens("", [token])
+    walk.fill_bitmask(bitmask, len(tokens))
+    walk.rollback(len(tokens))
+    return 1 + int((bitmask[1 : len(tokens) + 1] != -1).any(dim=1).sum())
 
 
 def candidates(grammar, truth, vocab, bitmask, draw, count=8):
@@ -151,10 +141,8 @@ def best_first(rows, nodes):
     tokens, parents, *_, count = reference.build(
         top, torch.tensor([rows]), torch.tensor([nodes], dtype=torch.int32), nodes
     )
-    children = [[] for _ in range(nodes + 1)]
-    for node in range(1, int(count) + 1):
-        children[int(parents[0, node])].append(node)
-    return tokens[0].tolist(), children
+    real = slice(1, int(count) + 1)
+    return tokens[0, real].tolist(), parents[0, real].tolist()
 
 
 def measure(name, tokenizer, repeats):
@@ -197,13 +185,91 @@ def measure(name, tokenizer, repeats):
     }
 
 
+REQUESTS = {
+    "Describe a fictional person as JSON with name, age, city and hobbies.": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "city": {"type": "string"},
+        "hobbies": {"type": "array", "items": {"type": "string"}, "minItems": 2, "maxItems": 4},
+    },
+    "Describe a famous book as JSON with title, author, year, genre and summary.": {
+        "title": {"type": "string"},
+        "author": {"type": "string"},
+        "year": {"type": "integer"},
+        "genre": {"enum": ["fiction", "history", "science", "poetry"]},
+        "summary": {"type": "string"},
+    },
+    "Give a recipe for vegetable soup as JSON with title, minutes and steps.": {
+        "title": {"type": "string"},
+        "minutes": {"type": "integer"},
+        "steps": {"type": "array", "items": {"type": "string"}, "minItems": 2, "maxItems": 4},
+    },
+}
+
+
+def accepted(nodes, backend):
+    """Accepted length of greedy JSON answers by a real engine, as chains and as trees."""
+    from unittest import mock
+
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=80,
+            structured_outputs=StructuredOutputsParams(
+                json={"type": "object", "properties": fields, "required": list(fields)}
+            ),
+        )
+        for fields in REQUESTS.values()
+    ]
+    texts = []
+    for kind in ("chain", "tree"):
+        llm = LLM(
+            str(TARGET),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=512,
+            max_num_seqs=3,
+            max_num_batched_tokens=1024,
+            structured_outputs_config={"backend": backend, "disable_any_whitespace": True},
+            speculative_config={
+                "method": "ddtree",
+                "model": str(ROOT / "models" / "smollm2-135m-instruct-dflash"),
+                "num_speculative_tokens": nodes,
+                "ddtree_grammar": kind,
+            },
+        )
+        # vLLM's own count leaves out steps whose drafts the grammar refused altogether.
+        runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        runner.sample = counted = mock.Mock(side_effect=runner.sample)
+        outputs = [
+            llm.chat([{"role": "user", "content": text}], one, use_tqdm=False)[0].outputs[0]
+            for text, one in zip(REQUESTS, params, strict=True)
+        ]
+        texts.append([output.text for output in outputs])
+        # The first token of an answer comes from the prompt's own step.
+        tokens = sum(len(output.token_ids) - 1 for output in outputs)
+        steps = counted.call_count - len(outputs)
+        print(f"{backend} {kind}: {tokens / steps:.2f} tokens per step, {steps} steps", flush=True)
+        llm.llm_engine.engine_core.shutdown()
+    print("same text" if texts[0] == texts[1] else f"texts differ: {texts}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--accepted", action="store_true")
+    parser.add_argument("--nodes", type=int, default=64, help="with --accepted")
+    parser.add_argument("--backend", default="xgrammar", help="with --accepted")
     options = parser.parse_args()
+    if options.accepted:
+        accepted(options.nodes, options.backend)
+        return
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TARGET)

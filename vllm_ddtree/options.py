@@ -31,6 +31,7 @@ class TreeOptions(BaseModel):
         deriver: verification rule: ``draw`` (the target's own draws, the text of the run without
             speculation), ``coins`` (siblings tried in order; target-distributed, with noise of its own)
             or ``residual`` (children drawn from the drafter, for temperatures from 1; likewise).
+        grammar: how structured requests are verified: ``tree``, or ``chain``, which costs the host less.
         synthetic_acceptance_length: benchmark only: impose this mean accepted length (bonus counted)
             instead of walking; the text is then meaningless.
         top_k: candidates kept per depth; ``None`` means min(num_nodes, vocabulary), which is exact.
@@ -42,6 +43,7 @@ class TreeOptions(BaseModel):
     max_depth: int | None = Field(None, gt=0)
     attention_backend: Literal["auto", "flash", "fused"] = "auto"
     deriver: Literal["draw", "coins", "residual"] = "draw"
+    grammar: Literal["tree", "chain"] = "tree"
     top_k: int | None = Field(None, gt=0)
     synthetic_acceptance_length: float | None = Field(None, ge=1.0)
 
@@ -52,6 +54,7 @@ KEYS: dict[str, str] = {
     "ddtree_max_depth": "max_depth",
     "ddtree_attention_backend": "attention_backend",
     "ddtree_deriver": "deriver",
+    "ddtree_grammar": "grammar",
     "ddtree_top_k": "top_k",
     "ddtree_synthetic_acceptance_length": "synthetic_acceptance_length",
 }

@@ -1,4 +1,4 @@
-"""Structured output (verified as a chain) beside free requests (trees) in one batch.
+"""Structured output and free requests in one batch, all verified as trees.
 
 Every constraint of vLLM, on both backends that vLLM supports in full, greedy and sampled: always valid, and
 the text of the run without speculation.
@@ -11,7 +11,7 @@ import re
 from unittest import mock
 
 import pytest
-from engines import accepted_length, engine, engines, greedy, prompts, tree
+from engines import accepted_length, engine, engines, greedy, prompts, runner, tree
 from oracle import oracle
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
@@ -83,13 +83,16 @@ def test_valid_and_equal_to_no_speculation(tiny, backend):
     settings = {
         "structured_outputs_config": {"backend": backend, "disable_any_whitespace": True},
         "max_num_seqs": 11,
-        "max_num_batched_tokens": 1024,
+        "max_num_batched_tokens": 2048,
     }
-    with engines(tiny, tree(20), **settings) as (plain, ours):
+    with engines(tiny, tree(48), **settings) as (plain, ours):
         expected = answers(plain, backend)
-        with oracle([prompt + tokens for prompt, tokens, _ in expected]):
+        known = [prompt + tokens for prompt, tokens, _ in expected]
+        # The true token is the third of its siblings, so a chain would accept nothing.
+        with oracle(known):
             assert answers(ours, backend) == expected
-        assert accepted_length(ours) > 2
+        assert not runner(ours).tree_store.is_chain.any()
+        assert accepted_length(ours) > 2.5
     texts = [text for *_, text in expected]
     for index in (0, 7):
         assert re.fullmatch(REGEX, texts[index])
@@ -152,6 +155,16 @@ def test_preempted_requests_go_on_in_their_grammar(tiny):
     assert any(count > 0 for count in preempted), preempted
     for index in (0, 3, 5):
         assert re.fullmatch(code, expected[index][1])
+
+
+def test_chains_where_the_options_say_so(tiny):
+    params = SamplingParams(
+        temperature=0.0, max_tokens=20, structured_outputs=StructuredOutputsParams(regex=REGEX)
+    )
+    with engine(tiny, tree(20, ddtree_grammar="chain"), async_scheduling=False) as llm:
+        output = llm.generate("A code:", params, use_tqdm=False)[0].outputs[0]
+        assert re.fullmatch(REGEX, output.text)
+        assert runner(llm).tree_store.is_chain.any()
 
 
 @pytest.mark.slow

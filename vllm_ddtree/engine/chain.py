@@ -13,6 +13,8 @@ from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
+from vllm_ddtree.engine.grammar import TREE_BACKENDS
+
 _STOCK_PROCESSORS = (LogitBiasState, PenaltiesState, BadWordsState)
 
 
@@ -21,12 +23,36 @@ def has_custom_processors(sampler: Any) -> bool:
     return any(not isinstance(processor, _STOCK_PROCESSORS) for processor in sampler.logits_processors)
 
 
-def chain_reason(params: SamplingParams | None, custom_processors: bool) -> str | None:
+def grammar_reason(params: SamplingParams, chains: bool, reasoning: bool) -> str | None:
+    """Return what makes a structured request a chain, or None.
+
+    Args:
+        chains: ``ddtree_grammar`` says so.
+        reasoning: the engine has a reasoning parser, so a grammar begins in the middle of a draft.
+    """
+    if params.structured_outputs is None:
+        return None
+    backend = params.structured_outputs._backend
+    rules = (
+        (chains, "structured output, as ddtree_grammar says"),
+        (reasoning, "structured output behind a reasoning parser"),
+        (backend not in TREE_BACKENDS, f"structured output by {backend}"),
+    )
+    return next((name for applies, name in rules if applies), None)
+
+
+def chain_reason(
+    params: SamplingParams | None,
+    custom_processors: bool,
+    grammar_chains: bool = False,
+    reasoning: bool = False,
+) -> str | None:
     """Return what makes this request a chain, in words for the log, or None for a tree.
 
     Args:
         params: the request's sampling parameters.
         custom_processors: whether the engine runs logits processors that ddtree knows nothing about.
+        grammar_chains, reasoning: see :func:`grammar_reason`.
     """
     if params is None:
         return None
@@ -35,8 +61,8 @@ def chain_reason(params: SamplingParams | None, custom_processors: bool) -> str 
         (params.frequency_penalty != 0.0, "a frequency penalty"),
         (params.presence_penalty != 0.0, "a presence penalty"),
         (bool(params.bad_words), "bad_words"),
-        (params.structured_outputs is not None, "structured output"),
         (getattr(params, "thinking_token_budget", None) is not None, "a thinking budget"),
         (custom_processors, "custom logits processors"),
     )
-    return next((name for applies, name in rules if applies), None)
+    found = next((name for applies, name in rules if applies), None)
+    return found or grammar_reason(params, grammar_chains, reasoning)

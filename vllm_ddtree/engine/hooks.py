@@ -81,6 +81,23 @@ def _wrap_validate_spec_decode(original: Callable[..., Any]) -> Callable[..., An
     return _validate_spec_decode
 
 
+def _on_call(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A wrapper of engine/grammar.py, which imports torch: loaded when it is first called."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        found: list[Callable[..., Any]] = []
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not found:
+                found.append(getattr(import_module("vllm_ddtree.engine.grammar"), name)(original))
+            return found[0](*args, **kwargs)
+
+        return call
+
+    return wrap
+
+
 HOOKS: tuple[Hook, ...] = (
     Hook(
         "vllm.engine.arg_utils",
@@ -106,6 +123,22 @@ HOOKS: tuple[Hook, ...] = (
         "vLLM turns min_p and logit_bias away with any speculation, which are exact at every node of a tree, "
         "and lets logprob_token_ids through, which are not",
         _wrap_validate_spec_decode,
+    ),
+    Hook(
+        "vllm.v1.structured_output",
+        "StructuredOutputManager",
+        "validate_tokens",
+        ("self", "request", "spec_tokens"),
+        "cuts drafts at the first that the grammar refuses, as if they were a chain",
+        _on_call("wrap_validate_tokens"),
+    ),
+    Hook(
+        "vllm.v1.structured_output",
+        "StructuredOutputManager",
+        "grammar_bitmask",
+        ("self", "requests", "structured_output_request_ids", "scheduled_spec_decode_tokens"),
+        "advances the matcher from draft to draft, as if they were a chain",
+        _on_call("wrap_grammar_bitmask"),
     ),
 )
 

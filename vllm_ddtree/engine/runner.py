@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
-from vllm_ddtree.engine import commit
+from vllm_ddtree.engine import commit, grammar
 from vllm_ddtree.engine.chain import chain_reason, has_custom_processors
 from vllm_ddtree.engine.config import tree_options
 from vllm_ddtree.engine.proposer import TreeSpeculator
@@ -39,6 +39,8 @@ class TreeRunnerMixin:
         self.tree_store: TreeStore = self.speculator.store
         self.tree_step = TreeStep(self.max_num_reqs, options.num_nodes, device)
         self.draft_tokens_handler = TreeDraftTokensHandler(device, self.tree_store)
+        self._grammar_chains = options.grammar == "chain"
+        self._reasoning = bool(vllm_config.structured_outputs_config.reasoning_parser)
         self._slot_mappings: torch.Tensor | None = None
         self._logit_rows: np.ndarray | None = None
         self._aux_hidden_states: list[torch.Tensor] = []
@@ -61,7 +63,9 @@ class TreeRunnerMixin:
         """Take new requests in; those with path-dependent sampling parameters are drafted as chains."""
         super().add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
-            reason = chain_reason(request.sampling_params, self._custom_processors)
+            reason = chain_reason(
+                request.sampling_params, self._custom_processors, self._grammar_chains, self._reasoning
+            )
             state = self.req_states.req_id_to_index[request.req_id]
             # Not an assignment, which would copy from the host and wait for the device.
             self.tree_store.is_chain[state].fill_(reason is not None)
@@ -111,10 +115,10 @@ class TreeRunnerMixin:
 
 
 class TreeDraftTokensHandler(DraftTokensHandler):
-    """Sends drafts to the scheduler for grammar checks, unused nodes as -1.
+    """Sends drafts to the scheduler for grammar masks, with their parents, unused nodes as -1.
 
-    On the device an unused node is token 0, since async scheduling embeds what lies there; only the host
-    copy may say -1, which vLLM reads as "no draft".
+    On the device a draft is its token and an unused node is token 0, since async scheduling embeds what lies
+    there; only the host copy is packed and may say -1, which vLLM reads as "no draft".
     """
 
     def __init__(self, device: torch.device, store: TreeStore) -> None:
@@ -124,7 +128,8 @@ class TreeDraftTokensHandler(DraftTokensHandler):
     def set_draft_tokens(self, input_batch: InputBatch, draft_tokens: torch.Tensor) -> None:
         """Queue the copy of [num_reqs, nodes] draft tokens for a batch."""
         if input_batch.has_structured_output_reqs:
-            count = self._store.num_nodes[input_batch.idx_mapping].long()
+            states, store = input_batch.idx_mapping, self._store
+            packed = grammar.pack(draft_tokens, store.parents[states, 1:], store.is_chain[states])
             node = torch.arange(draft_tokens.shape[1], device=draft_tokens.device)
-            draft_tokens = torch.where(node < count[:, None], draft_tokens, -1)
+            draft_tokens = torch.where(node < store.num_nodes[states][:, None], packed, -1)
         super().set_draft_tokens(input_batch, draft_tokens)
