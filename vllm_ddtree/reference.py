@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -274,6 +274,39 @@ def walk_coins(
     """
     probs = target_probs.detach().cpu()
     vocab = probs.shape[2]
+
+    def decide(r: int, node: int, _depth: int, children: _Children, final: float) -> tuple[int | None, int]:
+        rejected, tried = 0.0, []
+        for child, token, coin in children:
+            if token in tried:
+                continue
+            p = float(probs[r, node, token]) if 0 <= token < vocab else 0.0
+            if p > 0.0 and coin * (1.0 - rejected) < p:
+                return child, token
+            tried.append(token)
+            rejected += p if p > 0.0 else 0.0
+        return None, residual_token(probs[r, node], tried, final)
+
+    tree = (candidates, retrieve_next_token, retrieve_next_sibling, num_nodes)
+    return _walk_deciding(decide, *tree, coins, final_coins, depth_limit)
+
+
+_Children = list[tuple[int, int, float]]  # (node, token, coin), in sibling order
+_Decide = Callable[[int, int, int, _Children, float], tuple[int | None, int]]
+
+
+def _walk_deciding(
+    decide: _Decide,
+    candidates: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    num_nodes: Tensor,
+    coins: Tensor,
+    final_coins: Tensor,
+    depth_limit: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the root on, `decide(request, node, depth, children, final coin)` gives the accepted child, None
+    where the walk ends, and the token emitted at the node. At the depth limit there are no children."""
     paths, emitted = [], []
     rows = zip(
         candidates.tolist(), retrieve_next_token.tolist(), retrieve_next_sibling.tolist(),
@@ -281,26 +314,16 @@ def walk_coins(
     )  # fmt: skip
     for r, (tokens, next_token, next_sibling, count, coin, final_coin) in enumerate(rows):
         _check_count(r, count, len(tokens))
-        path: list[int] = [0]
+        path: list[int] = []
         out: list[int] = []
-        while True:
-            node, rejected, tried, accepted = path[-1], 0.0, [], None
-            if len(path) <= depth_limit:
-                for child in _children(node, next_token, next_sibling, count):
-                    token = tokens[child]
-                    if token in tried:
-                        continue
-                    p = float(probs[r, node, token]) if 0 <= token < vocab else 0.0
-                    if p > 0.0 and coin[child] * (1.0 - rejected) < p:
-                        accepted = child
-                        break
-                    tried.append(token)
-                    rejected += p if p > 0.0 else 0.0
-            if accepted is None:
-                out.append(residual_token(probs[r, node], tried, final_coin))
-                break
-            path.append(accepted)
-            out.append(tokens[accepted])
+        node: int | None = 0
+        while node is not None:
+            path.append(node)
+            depth = len(path) - 1
+            found = _children(node, next_token, next_sibling, count) if depth < depth_limit else []
+            children = [(child, tokens[child], coin[child]) for child in found]
+            node, token = decide(r, node, depth, children, final_coin)
+            out.append(token)
         paths.append(path)
         emitted.append(out)
     return _record(paths, emitted, candidates.shape[1], depth_limit, candidates.device)
@@ -329,44 +352,27 @@ def walk_residual(
     """
     probs, drawn_from = target_probs.detach().cpu(), draft_probs.detach().cpu()
     vocab = probs.shape[2]
-    paths, emitted = [], []
-    rows = zip(
-        candidates.tolist(), retrieve_next_token.tolist(), retrieve_next_sibling.tolist(),
-        num_nodes.tolist(), coins.tolist(), final_coins.tolist(), strict=True,
-    )  # fmt: skip
-    for r, (tokens, next_token, next_sibling, count, coin, final_coin) in enumerate(rows):
-        _check_count(r, count, len(tokens))
-        path: list[int] = [0]
-        out: list[int] = []
-        while True:
-            node, depth, accepted = path[-1], len(path) - 1, None
-            p = _positive(probs[r, node])
-            left = p
-            if depth < depth_limit:
-                q, scale = _positive(drawn_from[r, depth]), 0.0
-                for child in _children(node, next_token, next_sibling, count):
-                    token = tokens[child]
-                    if not 0 <= token < vocab or float(q[token]) <= 0.0:  # a tried token has no q left
-                        continue
-                    mass, open_mass = float(left.sum()), float(q.sum())
-                    if not mass > 0.0:
-                        break
-                    if coin[child] * float(q[token]) * mass < float(left[token]) * open_mass:
-                        accepted = child
-                        break
-                    scale += mass / open_mass
-                    p, q = p.clone(), q.clone()
-                    p[token] = q[token] = 0.0
-                    left = _positive(p - scale * q) if scale > 0.0 else p
-            if accepted is None:
-                pick = _inverse_cdf(left, final_coin)
-                out.append(int(_positive(probs[r, node]).argmax()) if pick is None else pick)
+
+    def decide(r: int, node: int, depth: int, children: _Children, final: float) -> tuple[int | None, int]:
+        p = left = _positive(probs[r, node])
+        q, scale = _positive(drawn_from[r, depth]) if children else p, 0.0
+        for child, token, coin in children:
+            if not 0 <= token < vocab or float(q[token]) <= 0.0:  # a tried token has no q left
+                continue
+            mass, open_mass = float(left.sum()), float(q.sum())
+            if not mass > 0.0:
                 break
-            path.append(accepted)
-            out.append(tokens[accepted])
-        paths.append(path)
-        emitted.append(out)
-    return _record(paths, emitted, candidates.shape[1], depth_limit, candidates.device)
+            if coin * float(q[token]) * mass < float(left[token]) * open_mass:
+                return child, token
+            scale += mass / open_mass
+            p, q = p.clone(), q.clone()
+            p[token] = q[token] = 0.0
+            left = _positive(p - scale * q) if scale > 0.0 else p
+        pick = _inverse_cdf(left, final)
+        return None, int(_positive(probs[r, node]).argmax()) if pick is None else pick
+
+    tree = (candidates, retrieve_next_token, retrieve_next_sibling, num_nodes)
+    return _walk_deciding(decide, *tree, coins, final_coins, depth_limit)
 
 
 def plan_moves(

@@ -117,6 +117,44 @@ int64_t most_probable(const float* probs, int64_t vocab) {
 
 double positive(double p) { return p > 0.0 ? p : 0.0; }  // false for NaN
 
+// Where a walk goes from a node, -1 where it ends, and the token emitted there.
+struct Decision {
+  int32_t accepted;
+  int64_t token;
+};
+
+// The last draw of a walk; `mass` is what the rejections left of `probs`, which rounding may have emptied.
+template <class Mass>
+Decision last_draw(const Mass& mass, const float* probs, int64_t vocab, float coin) {
+  const int64_t token = inverse_cdf(mass, vocab, coin);
+  return {-1, token < 0 ? most_probable(probs, vocab) : token};
+}
+
+// From each root on, decide(request, depth, row, children, the coins of the row, the node's probabilities);
+// at the depth limit there are no children.
+template <class Decide>
+void walk_deciding(const char* op, const WalkShape& s, const Tensor& candidates, const Tensor& next_token,
+                   const Tensor& next_sibling, const Tensor& num_nodes, const Tensor& target_probs,
+                   const Tensor& coins, const Tensor& predict, const Tensor& accept_index,
+                   const Tensor& accept_token_num, const Decide& decide) {
+  std::vector<int32_t> children;
+  for (int64_t r = 0; r < s.n; ++r) {
+    const Row row = row_of(op, s, r, candidates, next_token, next_sibling, num_nodes);
+    const float* coin = coins.const_data_ptr<float>() + r * s.q_len;
+    Outputs out(s, r, predict, accept_index);
+    for (int32_t node = 0; node != -1;) {
+      out.visit(node);
+      children.clear();
+      if (!out.full()) row.children(node, children);
+      const float* probs = target_probs.const_data_ptr<float>() + (r * s.q_len + node) * s.vocab;
+      const Decision decision = decide(r, out.length - 1, row, children, coin, probs);
+      out.predict[node] = decision.token;
+      node = decision.accepted;
+    }
+    accept_token_num.mutable_data_ptr<int32_t>()[r] = static_cast<int32_t>(out.length - 1);
+  }
+}
+
 void walk_coins(const Tensor& candidates, const Tensor& next_token, const Tensor& next_sibling,
                 const Tensor& num_nodes, const Tensor& target_probs, const Tensor& coins,
                 const Tensor& final_coins, const Tensor& predict, const Tensor& accept_index,
@@ -124,45 +162,27 @@ void walk_coins(const Tensor& candidates, const Tensor& next_token, const Tensor
   WalkShape s = check_walk("walk_coins", candidates, next_token, next_sibling, num_nodes, predict,
                            accept_index, accept_token_num);
   check_coins("walk_coins", s, candidates, target_probs, coins, final_coins);
-  std::vector<int32_t> children;
   std::vector<int64_t> tried;
-  for (int64_t r = 0; r < s.n; ++r) {
-    const Row row = row_of("walk_coins", s, r, candidates, next_token, next_sibling, num_nodes);
-    const float* coin = coins.const_data_ptr<float>() + r * s.q_len;
-    Outputs out(s, r, predict, accept_index);
-    for (int32_t node = 0; node != -1;) {
-      out.visit(node);
-      const float* probs = target_probs.const_data_ptr<float>() + (r * s.q_len + node) * s.vocab;
-      double rejected = 0.0;
-      int32_t accepted = -1;
-      tried.clear();
-      children.clear();
-      if (!out.full()) row.children(node, children);
-      for (const int32_t child : children) {
-        const int64_t token = row.tokens[child];
-        if (std::find(tried.begin(), tried.end(), token) != tried.end()) continue;
-        const double p = token >= 0 && token < s.vocab ? positive(probs[token]) : 0.0;
-        if (p > 0.0 && static_cast<double>(coin[child]) * (1.0 - rejected) < p) {
-          accepted = child;
-          break;
-        }
-        tried.push_back(token);
-        rejected += p;
-      }
-      if (accepted != -1) {
-        out.predict[node] = row.tokens[accepted];
-      } else {
-        std::sort(tried.begin(), tried.end());
-        auto mass = [&](int64_t v) {
-          return std::binary_search(tried.begin(), tried.end(), v) ? 0.0 : positive(probs[v]);
-        };
-        const int64_t token = inverse_cdf(mass, s.vocab, final_coins.const_data_ptr<float>()[r]);
-        out.predict[node] = token < 0 ? most_probable(probs, s.vocab) : token;  // rounding rejected them all
-      }
-      node = accepted;
+  auto decide = [&](int64_t r, int64_t, const Row& row, const std::vector<int32_t>& children,
+                    const float* coin, const float* probs) -> Decision {
+    double rejected = 0.0;
+    tried.clear();
+    for (const int32_t child : children) {
+      const int64_t token = row.tokens[child];
+      if (std::find(tried.begin(), tried.end(), token) != tried.end()) continue;
+      const double p = token >= 0 && token < s.vocab ? positive(probs[token]) : 0.0;
+      if (p > 0.0 && static_cast<double>(coin[child]) * (1.0 - rejected) < p) return {child, token};
+      tried.push_back(token);
+      rejected += p;
     }
-    accept_token_num.mutable_data_ptr<int32_t>()[r] = static_cast<int32_t>(out.length - 1);
-  }
+    std::sort(tried.begin(), tried.end());
+    auto mass = [&](int64_t v) {
+      return std::binary_search(tried.begin(), tried.end(), v) ? 0.0 : positive(probs[v]);
+    };
+    return last_draw(mass, probs, s.vocab, final_coins.const_data_ptr<float>()[r]);
+  };
+  walk_deciding("walk_coins", s, candidates, next_token, next_sibling, num_nodes, target_probs, coins,
+                predict, accept_index, accept_token_num, decide);
 }
 
 void walk_residual(const Tensor& candidates, const Tensor& next_token, const Tensor& next_sibling,
@@ -173,52 +193,33 @@ void walk_residual(const Tensor& candidates, const Tensor& next_token, const Ten
                            accept_index, accept_token_num);
   check_coins("walk_residual", s, candidates, target_probs, coins, final_coins);
   const int64_t depths = check_draft_probs(s, candidates, draft_probs);
-  std::vector<int32_t> children;
   std::vector<double> p(s.vocab), q(s.vocab);
-  for (int64_t r = 0; r < s.n; ++r) {
-    const Row row = row_of("walk_residual", s, r, candidates, next_token, next_sibling, num_nodes);
-    const float* coin = coins.const_data_ptr<float>() + r * s.q_len;
-    Outputs out(s, r, predict, accept_index);
-    for (int32_t node = 0; node != -1;) {
-      out.visit(node);
-      const float* probs = target_probs.const_data_ptr<float>() + (r * s.q_len + node) * s.vocab;
-      std::transform(probs, probs + s.vocab, p.begin(), positive);
-      double scale = 0.0;
-      auto left = [&](int64_t v) { return scale > 0.0 ? positive(p[v] - scale * q[v]) : p[v]; };
-      int32_t accepted = -1;
-      children.clear();
-      if (!out.full()) {
-        const float* drawn_from =
-            draft_probs.const_data_ptr<float>() + (r * depths + out.length - 1) * s.vocab;
-        std::transform(drawn_from, drawn_from + s.vocab, q.begin(), positive);
-        row.children(node, children);
-      }
-      for (const int32_t child : children) {
-        const int64_t token = row.tokens[child];
-        if (token < 0 || token >= s.vocab || !(q[token] > 0.0)) continue;  // a tried token has no q left
-        double mass = 0.0, open_mass = 0.0;
-        for (int64_t v = 0; v < s.vocab; ++v) {
-          mass += left(v);
-          open_mass += q[v];
-        }
-        if (!(mass > 0.0)) break;
-        if (static_cast<double>(coin[child]) * q[token] * mass < left(token) * open_mass) {
-          accepted = child;
-          break;
-        }
-        scale += mass / open_mass;
-        p[token] = q[token] = 0.0;
-      }
-      if (accepted != -1) {
-        out.predict[node] = row.tokens[accepted];
-      } else {
-        const int64_t token = inverse_cdf(left, s.vocab, final_coins.const_data_ptr<float>()[r]);
-        out.predict[node] = token < 0 ? most_probable(probs, s.vocab) : token;
-      }
-      node = accepted;
+  auto decide = [&](int64_t r, int64_t depth, const Row& row, const std::vector<int32_t>& children,
+                    const float* coin, const float* probs) -> Decision {
+    std::transform(probs, probs + s.vocab, p.begin(), positive);
+    if (!children.empty()) {
+      const float* drawn_from = draft_probs.const_data_ptr<float>() + (r * depths + depth) * s.vocab;
+      std::transform(drawn_from, drawn_from + s.vocab, q.begin(), positive);
     }
-    accept_token_num.mutable_data_ptr<int32_t>()[r] = static_cast<int32_t>(out.length - 1);
-  }
+    double scale = 0.0;
+    auto left = [&](int64_t v) { return scale > 0.0 ? positive(p[v] - scale * q[v]) : p[v]; };
+    for (const int32_t child : children) {
+      const int64_t token = row.tokens[child];
+      if (token < 0 || token >= s.vocab || !(q[token] > 0.0)) continue;  // a tried token has no q left
+      double mass = 0.0, open_mass = 0.0;
+      for (int64_t v = 0; v < s.vocab; ++v) {
+        mass += left(v);
+        open_mass += q[v];
+      }
+      if (!(mass > 0.0)) break;
+      if (static_cast<double>(coin[child]) * q[token] * mass < left(token) * open_mass) return {child, token};
+      scale += mass / open_mass;
+      p[token] = q[token] = 0.0;
+    }
+    return last_draw(left, probs, s.vocab, final_coins.const_data_ptr<float>()[r]);
+  };
+  walk_deciding("walk_residual", s, candidates, next_token, next_sibling, num_nodes, target_probs, coins,
+                predict, accept_index, accept_token_num, decide);
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from core_trees import to
-from test_walk_statistics import SIGMAS
+from test_walk_statistics import SIGMAS, sigmas_of
 
 from vllm_ddtree import residual, step
 from vllm_ddtree.engine.state import TreeStore
@@ -111,8 +111,7 @@ def judge(model: Model, emitted: torch.Tensor) -> None:
     if rest >= 5:
         statistic += float((counts[~kept].sum() - rest) ** 2 / rest)
         freedom += 1
-    spread = 2 / (9 * freedom)  # Wilson-Hilferty, as in test_walk_statistics
-    score = ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+    score = sigmas_of(statistic, freedom)
     assert score < SIGMAS, f"chi-square {statistic:.1f}, {freedom} degrees of freedom: {score:.1f} sigma off"
 
 

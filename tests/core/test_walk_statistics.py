@@ -105,6 +105,12 @@ def emitted_rows(predict, accepted, lengths):
     ]
 
 
+def sigmas_of(statistic, freedom):
+    """Wilson-Hilferty: the cube root of a chi-square over its degrees of freedom is nearly normal."""
+    spread = 2 / (9 * freedom)
+    return ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+
+
 def judge(scenario, rows, edge=None):
     expected = scenario.outcomes()
     impossible = sorted(row for row in set(rows) if not scenario.can_say(row))
@@ -118,9 +124,7 @@ def judge(scenario, rows, edge=None):
     if rest >= 5:
         statistic += (n - sum(counts[o] for o in kept) - rest) ** 2 / rest
         freedom += 1
-    # Wilson-Hilferty: the cube root of a chi-square over its degrees of freedom is nearly normal.
-    spread = 2 / (9 * freedom)
-    score = ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+    score = sigmas_of(statistic, freedom)
     assert score < SIGMAS, (
         f"chi-square {statistic:.1f} with {freedom} degrees of freedom is {score:.1f} sigma off"
     )

@@ -13,7 +13,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-from vllm_ddtree.engine import grammar
+from vllm_ddtree.engine import grammar, hooks
 
 NODES = 40
 SCHEMA = {
@@ -110,7 +110,7 @@ def test_drafts_and_parents_travel_together():
     structured = SimpleNamespace()
     request = SimpleNamespace(use_structured_output=True, structured_output_request=structured)
     stock = []
-    validate = grammar.wrap_validate_tokens(lambda *a: stock.append(a) or a[2])
+    validate = hooks._wrap_validate_tokens(lambda *a: stock.append(a) or a[2])
     assert validate(manager, request, [*packed[0], -1, -1]) == [5, 151_935, 7]
     assert structured._ddtree_parents == [0, 0, 2]
     assert not stock and validate(manager, request, packed[1]) == [1, 2, 3] and len(stock) == 1

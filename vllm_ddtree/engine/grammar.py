@@ -8,14 +8,12 @@ node's own path; a node that the grammar refuses closes everything below it and 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-
-from vllm_ddtree.options import METHOD
 
 # Backends whose matchers go back several tokens at once, tested on trees; others get chains.
 TREE_BACKENDS = ("xgrammar", "guidance")
@@ -91,44 +89,32 @@ class TreeGrammar:
             self._grammar.rollback(1)
 
 
-def _is_ours(manager: Any) -> bool:
-    return METHOD in (manager.vllm_config.additional_config or {})
+def unpack(request: Any, spec_tokens: list[int]) -> list[int] | None:
+    """The tokens of a tree's drafts, whose parents are kept for :func:`trees`; None for a chain or no drafts.
+
+    Nothing is cut: what the grammar refuses is masked at its parent.
+    """
+    if not spec_tokens or spec_tokens[0] <= _TOKEN:
+        return None
+    nodes = [token for token in spec_tokens if token >= 0]
+    if request.use_structured_output:
+        parents = [(node >> _SHIFT) - 1 for node in nodes]
+        setattr(request.structured_output_request, _PARENTS, parents)
+    return [node & _TOKEN for node in nodes]
 
 
-def wrap_validate_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Unpack a tree's drafts, keep its parents, and leave refusing to the masks."""
-
-    @functools.wraps(original)
-    def validate_tokens(self: Any, request: Any, spec_tokens: list[int]) -> list[int]:
-        if not _is_ours(self) or not spec_tokens or spec_tokens[0] <= _TOKEN:  # a chain, or none
-            return original(self, request, spec_tokens)
-        nodes = [token for token in spec_tokens if token >= 0]
-        if request.use_structured_output:
-            parents = [(node >> _SHIFT) - 1 for node in nodes]
-            setattr(request.structured_output_request, _PARENTS, parents)
-        return [node & _TOKEN for node in nodes]
-
-    return validate_tokens
-
-
-def wrap_grammar_bitmask(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let vLLM's loop walk trees where drafts are trees."""
-
-    @functools.wraps(original)
-    def grammar_bitmask(
-        self: Any, requests: Any, structured_output_request_ids: Any, scheduled_spec_decode_tokens: Any
-    ) -> Any:
-        honest = []
-        try:
-            for req_id in structured_output_request_ids if _is_ours(self) else ():
-                structured = requests[req_id].structured_output_request
-                parents = getattr(structured, _PARENTS, None)
-                if parents and scheduled_spec_decode_tokens.get(req_id):
-                    honest.append((structured, structured.grammar))
-                    structured.grammar = TreeGrammar(structured.grammar, parents)
-            return original(self, requests, structured_output_request_ids, scheduled_spec_decode_tokens)
-        finally:
-            for structured, grammar in honest:
-                structured.grammar = grammar
-
-    return grammar_bitmask
+@contextlib.contextmanager
+def trees(requests: Any, request_ids: list[str], scheduled: dict[str, list[int]]) -> Iterator[None]:
+    """Within, the grammars of requests whose drafts are trees walk trees."""
+    honest = []
+    try:
+        for request_id in request_ids:
+            structured = requests[request_id].structured_output_request
+            parents = getattr(structured, _PARENTS, None)
+            if parents and scheduled.get(request_id):
+                honest.append((structured, structured.grammar))
+                structured.grammar = TreeGrammar(structured.grammar, parents)
+        yield
+    finally:
+        for structured, grammar in honest:
+            structured.grammar = grammar

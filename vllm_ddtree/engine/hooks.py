@@ -81,21 +81,37 @@ def _wrap_validate_spec_decode(original: Callable[..., Any]) -> Callable[..., An
     return _validate_spec_decode
 
 
-def _on_call(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A wrapper of engine/grammar.py, which imports torch: loaded when it is first called."""
+def _runs_trees(manager: Any) -> bool:
+    return METHOD in (manager.vllm_config.additional_config or {})
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        found: list[Callable[..., Any]] = []
 
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not found:
-                found.append(getattr(import_module("vllm_ddtree.engine.grammar"), name)(original))
-            return found[0](*args, **kwargs)
+def _wrap_validate_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def validate_tokens(self: Any, request: Any, spec_tokens: list[int]) -> list[int]:
+        if not _runs_trees(self):
+            return original(self, request, spec_tokens)
+        from vllm_ddtree.engine import grammar
 
-        return call
+        tokens = grammar.unpack(request, spec_tokens)
+        return original(self, request, spec_tokens) if tokens is None else tokens
 
-    return wrap
+    return validate_tokens
+
+
+def _wrap_grammar_bitmask(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def grammar_bitmask(
+        self: Any, requests: Any, structured_output_request_ids: Any, scheduled_spec_decode_tokens: Any
+    ) -> Any:
+        drafts = (requests, structured_output_request_ids, scheduled_spec_decode_tokens)
+        if not _runs_trees(self):
+            return original(self, *drafts)
+        from vllm_ddtree.engine import grammar
+
+        with grammar.trees(*drafts):
+            return original(self, *drafts)
+
+    return grammar_bitmask
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -130,7 +146,7 @@ HOOKS: tuple[Hook, ...] = (
         "validate_tokens",
         ("self", "request", "spec_tokens"),
         "cuts drafts at the first that the grammar refuses, as if they were a chain",
-        _on_call("wrap_validate_tokens"),
+        _wrap_validate_tokens,
     ),
     Hook(
         "vllm.v1.structured_output",
@@ -138,7 +154,7 @@ HOOKS: tuple[Hook, ...] = (
         "grammar_bitmask",
         ("self", "requests", "structured_output_request_ids", "scheduled_spec_decode_tokens"),
         "advances the matcher from draft to draft, as if they were a chain",
-        _on_call("wrap_grammar_bitmask"),
+        _wrap_grammar_bitmask,
     ),
 )
 
