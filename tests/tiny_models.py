@@ -53,8 +53,9 @@ def make_target(folder: Path, kind: str = "llama", **changes: Any) -> Path:
         "dtype": "float32",
     } | changes
     noise = torch.Generator().manual_seed(1)
-    weights = {"model.embed_tokens.weight": _matrix(noise, VOCAB, HIDDEN, scale=1.0)}
-    weights["lm_head.weight"] = _matrix(noise, VOCAB, HIDDEN, scale=0.3)
+    vocab = config["vocab_size"]
+    weights = {"model.embed_tokens.weight": _matrix(noise, vocab, HIDDEN, scale=1.0)}
+    weights["lm_head.weight"] = _matrix(noise, vocab, HIDDEN, scale=0.3)
     weights["model.norm.weight"] = torch.ones(HIDDEN)
     for layer in range(config["num_hidden_layers"]):
         weights |= _layer(noise, f"model.layers.{layer}.", heads, kv_heads, kind == "qwen2", kind == "qwen3")

@@ -43,7 +43,7 @@ def free_blocks(llm: LLM) -> tuple[int, int]:
 def target_rows(llm: LLM, blocks: list[int], count: int) -> dict[str, torch.Tensor]:
     """The first ``count`` cache rows behind a block table, in every layer of the target: [count, heads, K|V].
 
-    Only for engines with ddtree, whose CPU cache rows lie as they are.
+    On the CPU. Only for engines with ddtree, whose CPU cache rows lie as they are.
     """
     work = runner(llm)
     drafter = work.speculator.draft_attn_layer_names
@@ -53,5 +53,5 @@ def target_rows(llm: LLM, blocks: list[int], count: int) -> dict[str, torch.Tens
             continue
         rows = cache_rows(layer)
         token = torch.arange(count)
-        found[name] = rows[torch.tensor(blocks)[token // rows.shape[1]], token % rows.shape[1]].clone()
+        found[name] = rows[torch.tensor(blocks)[token // rows.shape[1]], token % rows.shape[1]].cpu()
     return found

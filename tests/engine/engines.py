@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,12 @@ SETTINGS: dict[str, Any] = {
     "disable_log_stats": False,
     "seed": 0,
 }
+GPU = bool(os.environ.get("DDTREE_TEST_GPU"))
+if GPU:  # many engines on one device; the utilization is then only checked against what is free
+    SETTINGS |= {"kv_cache_memory_bytes": 2**26, "gpu_memory_utilization": 0.02}
+# CUDA graphs instead of eager mode; nothing can then take the drafter's place (oracle.py).
+GRAPHS = bool(os.environ.get("DDTREE_TEST_GRAPHS"))
+SETTINGS["enforce_eager"] = not GRAPHS
 
 
 @contextlib.contextmanager

@@ -9,16 +9,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
-from engines import SETTINGS
+import pytest
+from engines import SETTINGS, prompts
 
 LIMIT = 300.0  # seconds a server may take to start
+LONG = 200  # tokens of an answer that a fault cuts off
 
 
 class Server:
@@ -32,6 +36,11 @@ class Server:
         """Processes under the server with ``name`` in their name."""
         found = psutil.Process(self.process.pid).children(recursive=True)
         return [child for child in found if name in child.name()]
+
+    def kill(self, name: str) -> None:
+        """SIGKILL for the one process under the server with ``name`` in its name."""
+        (victim,) = self.children(name)
+        victim.send_signal(signal.SIGKILL)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         """POST a body about the model; whatever the status."""
@@ -92,3 +101,86 @@ def _wait(found: Server) -> None:
                 return
         time.sleep(0.5)
     raise AssertionError(f"no server: {found.log.read_text()[-3000:]}")
+
+
+# A plugin that breaks the walk of the next step once a file is there.
+FAULT = """
+import pathlib
+import torch
+
+TRIGGER = pathlib.Path(__file__).with_name("trigger")
+
+
+def register():
+    from vllm_ddtree.engine.scorer import TreeScorer
+
+    honest = TreeScorer.__call__
+
+    def call(self, logits, *args, **kwargs):
+        if TRIGGER.exists():
+            if not logits.is_cuda:
+                raise RuntimeError("put here by a test")
+            logits[torch.tensor([len(logits)], device=logits.device)]
+        return honest(self, logits, *args, **kwargs)
+
+    TreeScorer.__call__ = call
+"""
+
+
+def make_fault(folder: Path) -> Path:
+    """Write a vLLM plugin that a server finds with ``folder`` on PYTHONPATH; its trigger, to be touched."""
+    (folder / "ddtree_fault.py").write_text(FAULT)
+    info = folder / "ddtree_fault-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ddtree-fault\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nddtree_fault = ddtree_fault:register\n")
+    return folder / "trigger"
+
+
+def check_end(running: Server, fault: Callable[[], Any], expected: list[list[int]]) -> None:
+    """A fault under two streaming clients and one waiting: each is told, nobody waits, nothing is left.
+
+    ``expected``: the answers of LONG tokens to ``prompts(3, seed=5)``, of which each client has a beginning.
+    """
+    asked = prompts(3, seed=5)
+    under_way = [threading.Event(), threading.Event()]
+    body = {
+        "model": "tiny",
+        "max_tokens": LONG,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+    def stream(prompt: list[int], begun: threading.Event) -> tuple[list[int], Any]:
+        tokens: list[int] = []
+        error = None
+        with running.http.stream(
+            "POST", "/v1/completions", json=body | {"prompt": prompt, "stream": True}
+        ) as r:
+            for line in r.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                data = json.loads(line[6:])
+                error = data.get("error", error)
+                tokens += [t for choice in data.get("choices", ()) for t in choice.get("token_ids") or ()]
+                if tokens:
+                    begun.set()
+        return tokens, error
+
+    processes = psutil.Process(running.process.pid).children(recursive=True)
+    with ThreadPoolExecutor(4) as pool:
+        streams = [pool.submit(stream, *each) for each in zip(asked, under_way, strict=False)]
+        whole = pool.submit(running.http.post, "/v1/completions", json=body | {"prompt": asked[2]})
+        assert all(begun.wait(60) for begun in under_way)
+        fault()
+        for future, text in zip(streams, expected, strict=False):
+            tokens, error = future.result(30)
+            assert 0 < len(tokens) < LONG and tokens == text[: len(tokens)]
+            assert error["code"] == 500
+        assert whole.result(30).status_code == 500
+    running.process.wait(30)
+    with pytest.raises(httpx.TransportError):
+        running.http.get("/health", timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive

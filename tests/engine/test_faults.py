@@ -117,7 +117,7 @@ def test_nan_at_nodes_off_the_path_changes_nothing(case, ours):
     """What the target says at a node counts only once the walk gets there."""
     right = torch.zeros(512, dtype=torch.bool)
     right[torch.tensor([token for text in known(case) for token in text])] = True
-    patch, poisoned = poisoned_target(lambda tokens, _batch: ~right[tokens.long()])
+    patch, poisoned = poisoned_target(lambda tokens, _batch: ~right.to(tokens.device)[tokens.long()])
     with oracle(known(case)), patch:
         assert generate(ours, case[0], greedy(TOKENS)) == case[1]
     assert sum(poisoned) > 20
@@ -127,7 +127,7 @@ def test_nan_on_the_path_stays_in_its_request(case, ours):
     """As without speculation, the request itself gets tokens of no meaning; others must not notice."""
 
     def first_request(tokens, batch):
-        rows = torch.zeros(len(tokens), dtype=torch.bool)
+        rows = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         index = batch.req_ids.index(next((r for r in batch.req_ids if r.startswith("0-")), batch.req_ids[0]))
         if batch.req_ids[index].startswith("0-"):
             rows[int(batch.cu_num_logits[index]) : int(batch.cu_num_logits[index + 1])] = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engines import accepted_length, engines, greedy, prompts, tree
+from engines import GPU, accepted_length, engines, greedy, prompts, tree
 from oracle import oracle
 from tiny_models import make_adapter
 from vllm import SamplingParams
@@ -28,6 +28,8 @@ def test_two_adapters_and_the_base_in_one_batch(tiny, tmp_path):
 
     # A slot more than adapters: vLLM's CPU kernels give requests without one the last slot's.
     settings = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "max_num_seqs": 6}
+    if GPU:  # vLLM's LoRA kernels for GPUs take 16-bit types only
+        settings["dtype"] = "float16"
     with engines(tiny, tree(24), max_num_batched_tokens=1024, **settings) as (plain, ours):
         expected = texts(plain)
         with oracle([prompt + text for text in expected]):

@@ -7,22 +7,18 @@ run by default, so the one that kills it comes last.
 from __future__ import annotations
 
 import json
-import signal
-import threading
+import os
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
-import psutil
 import pytest
-from engines import engine, generate, greedy, prompts, tree
-from servers import server
+from engines import GPU, engine, generate, greedy, prompts, tree
+from servers import LONG, check_end, make_fault, server
 from tiny_models import make_adapter
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
 TOKENS = 12
-LONG = 200
 CONSTRAINTS = {"backend": "xgrammar", "disable_any_whitespace": True}
 SCHEMA = {
     "type": "object",
@@ -68,10 +64,10 @@ def expected(tiny, adapters):
         }
 
 
-def start(pair, speculative, folder):
+def start(pair, speculative, folder, **environment):
     flags = ("--enable-lora", "--structured-outputs-config", json.dumps(CONSTRAINTS))
     flags += ("--enable-auto-tool-choice", "--tool-call-parser", "pythonic")
-    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     return server(pair, speculative, folder / "server.log", *flags, environment=environment, **SETTINGS)
 
 
@@ -135,60 +131,26 @@ def test_json_and_tool_calls(ours, expected):
     assert arguments == expected["json"]
 
 
-def check_killed(running, name, long):
-    """Kill a process under streaming clients: each is told or cut off, nobody waits, nothing is left."""
-    asked = prompts(3, seed=5)
-    under_way = [threading.Event(), threading.Event()]
-    body = {
-        "model": "tiny",
-        "max_tokens": LONG,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-
-    def stream(prompt, begun):
-        tokens, error = [], None
-        with running.http.stream(
-            "POST", "/v1/completions", json=body | {"prompt": prompt, "stream": True}
-        ) as r:
-            for line in r.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                data = json.loads(line[6:])
-                error = data.get("error", error)
-                tokens += [t for choice in data.get("choices", ()) for t in choice.get("token_ids") or ()]
-                if tokens:
-                    begun.set()
-        return tokens, error
-
-    processes = psutil.Process(running.process.pid).children(recursive=True)
-    (victim,) = running.children(name)
-    with ThreadPoolExecutor(4) as pool:
-        streams = [pool.submit(stream, *each) for each in zip(asked, under_way, strict=False)]
-        whole = pool.submit(running.http.post, "/v1/completions", json=body | {"prompt": asked[2]})
-        assert all(begun.wait(60) for begun in under_way)
-        victim.send_signal(signal.SIGKILL)
-        for future, text in zip(streams, long, strict=False):
-            tokens, error = future.result(30)
-            assert 0 < len(tokens) < LONG and tokens == text[: len(tokens)]
-            assert error["code"] == 500
-        assert whole.result(30).status_code == 500
-    running.process.wait(30)
-    with pytest.raises(httpx.TransportError):
-        running.http.get("/health", timeout=10)
-    _, alive = psutil.wait_procs(processes, timeout=30)
-    assert not alive
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("speculative", "name"), [(tree(16), "EngineCore"), (None, "EngineCore"), (None, "Worker")]
 )
 def test_a_killed_process_of_a_server_of_its_own(tiny, expected, tmp_path, speculative, name):
     with start(tiny, speculative, tmp_path) as running:
-        check_killed(running, name, expected["long"])
+        check_end(running, lambda: running.kill(name), expected["long"])
+
+
+@pytest.mark.slow
+def test_an_error_in_a_step_ends_every_answer_with_an_error(tiny, expected, tmp_path):
+    """On a GPU the error is a real one, a device-side assertion: CUDA reports it later, at another call."""
+    trigger = make_fault(tmp_path)
+    found_first = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with start(tiny, tree(16), tmp_path, PYTHONPATH=found_first) as running:
+        check_end(running, trigger.touch, expected["long"])
+        log = running.log.read_text()
+    assert ("device-side assert" if GPU else "put here by a test") in log
 
 
 def test_a_killed_worker_ends_every_answer_with_an_error(ours, expected):
-    check_killed(ours, "Worker", expected["long"])
+    # On a GPU the engine process is its own worker.
+    check_end(ours, lambda: ours.kill("EngineCore" if GPU else "Worker"), expected["long"])

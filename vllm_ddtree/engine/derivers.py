@@ -47,7 +47,13 @@ class Scores:
 
 
 class Deriver(ABC):
-    """A verification rule."""
+    """A verification rule.
+
+    Attributes:
+        float32_copies: [R, V] float32 tensors alive at once in a decision, ``processed`` among them.
+    """
+
+    float32_copies = 1
 
     def __init__(self, sampler: Sampler, store: TreeStore, options: TreeOptions) -> None:
         assert options.max_depth is not None
@@ -92,6 +98,7 @@ class CoinDeriver(Deriver):
     without speculation. It needs the probabilities of every row in float32.
     """
 
+    float32_copies = 4  # also the probabilities, the certain ones, and their mix
     _walk = staticmethod(coins.walk_coin_rows)
 
     def __call__(self, scores: Scores) -> Derived:

@@ -59,6 +59,15 @@ class TreeRunnerMixin:
         )
         self._custom_processors = has_custom_processors(self.sampler)
 
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        """While memory is profiled, also hold a full verification; vLLM counts one logits row per request."""
+        super()._dummy_sampler_run(hidden_states)
+        if self.device.type == "cpu":  # its KV cache is what the user says, not what profiling leaves
+            return
+        rows = min(self.max_num_reqs * self.tree_store.tokens.shape[1], self.max_num_tokens)
+        logits = self.model.compute_logits(hidden_states[:1].expand(rows, -1).contiguous())
+        self.rejection_sampler.hold(logits)
+
     def add_requests(self, scheduler_output: Any) -> None:
         """Take new requests in; those with path-dependent sampling parameters are drafted as chains."""
         super().add_requests(scheduler_output)

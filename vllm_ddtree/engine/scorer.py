@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
 from vllm_ddtree.engine.derivers import Scores, make_deriver
 from vllm_ddtree.engine.state import TreeStore
@@ -55,6 +55,11 @@ class TreeScorer(RejectionSampler):
         chunks = self._chunks
         self.accept_index = chunks[0] if len(chunks) == 1 else _join(chunks, self.store.tokens.shape[1])
         return output
+
+    def hold(self, logits: torch.Tensor) -> None:
+        """Allocate, and free again, what verifying [rows, V] logits allocates."""
+        chunk = logits[: get_max_chunk_logits(logits.shape[1])]
+        _ = [chunk.to(torch.float32, copy=True) for _ in range(self._derive.float32_copies)]
 
     def _verify(
         self,
