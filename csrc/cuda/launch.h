@@ -50,8 +50,8 @@ cudaError_t launch_plan_moves(const int64_t* accept_index, const void* query_sta
 cudaError_t launch_move_rows(const int64_t* table, int64_t views, const int64_t* src, const int64_t* dst,
                              int64_t n, int64_t moves, int64_t chunks, cudaStream_t stream);
 
-// The bookkeeping of a step (../kernels/step.cuh, build.cuh, topk.cuh). Pointers of several ops travel in the
-// kernels' own argument structs, which the launchers copy.
+// The bookkeeping of a step (../kernels/step.cuh, build.cuh, commit.cuh, topk.cuh). Pointers of several ops
+// travel in the kernels' own argument structs, which the launchers copy.
 struct TreeStoreView {
   int64_t* tokens;
   int32_t* parents;
