@@ -36,6 +36,9 @@ cudaError_t launch_plan_moves(const int64_t* accept_index, const void* query_sta
                               int64_t q_len, const int64_t* slots, int64_t rows, int64_t* src, int64_t* dst,
                               int64_t n, int64_t moves, cudaStream_t stream);
 
+// Moves per request that a block can list: two int64 each in the 48 KB it gets without asking.
+constexpr int64_t kMaxMoves = 2048;
+
 // chunks: 16-byte chunks of the largest row, which sizes the grid.
 cudaError_t launch_move_rows(const int64_t* table, int64_t views, const int64_t* src, const int64_t* dst,
                              int64_t n, int64_t moves, int64_t chunks, cudaStream_t stream);

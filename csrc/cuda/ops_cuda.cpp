@@ -122,9 +122,7 @@ void move_rows(std::vector<Tensor> views, const Tensor& table, const Tensor& src
       "it there: make it once with make_move_table(views).");
   const int64_t count = static_cast<int64_t>(views.size());
   check_batch("move_rows", std::max(s.n, count));
-  // Two int64 per move must fit the 48 KB that a block gets without asking.
-  STD_TORCH_CHECK(s.moves <= 2048, "ddtree::move_rows on CUDA needs at most 2048 moves per request; found ",
-                  s.moves, ". A block lists them in shared memory: lower the draft depth.");
+  check_depth("move_rows", s.moves);
   if (s.n * s.moves == 0) return;
   int64_t chunks = 1;
   for (const Tensor& view : views) {
