@@ -4,6 +4,20 @@
 #include "launch.h"
 
 namespace ddtree {
+namespace {
+
+template <typename Moves>
+cudaError_t move_rows(const int64_t* table, int64_t views, int64_t chunks, const Moves& source, int64_t n,
+                      int64_t moves, cudaStream_t stream) {
+  static_assert(sizeof(MoveView) == 8 * sizeof(int64_t), "the table has 8 columns");
+  const int64_t tiles = std::clamp<int64_t>((chunks + kMoveThreads - 1) / kMoveThreads, 1, 16);
+  const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(views), static_cast<unsigned>(n));
+  move_rows_kernel<<<grid, kMoveThreads, 2 * sizeof(int64_t) * moves, stream>>>(
+      reinterpret_cast<const MoveView*>(table), source, static_cast<int>(moves));
+  return cudaGetLastError();
+}
+
+}  // namespace
 
 cudaError_t launch_plan_moves(const int64_t* accept_index, const void* query_start, bool wide_start,
                               int64_t q_len, const int64_t* slots, int64_t rows, int64_t* src, int64_t* dst,
@@ -21,12 +35,16 @@ cudaError_t launch_plan_moves(const int64_t* accept_index, const void* query_sta
 
 cudaError_t launch_move_rows(const int64_t* table, int64_t views, const int64_t* src, const int64_t* dst,
                              int64_t n, int64_t moves, int64_t chunks, cudaStream_t stream) {
-  static_assert(sizeof(MoveView) == 8 * sizeof(int64_t), "the table has 8 columns");
-  const int64_t tiles = std::clamp<int64_t>((chunks + kMoveThreads - 1) / kMoveThreads, 1, 16);
-  const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(views), static_cast<unsigned>(n));
-  move_rows_kernel<<<grid, kMoveThreads, 2 * sizeof(int64_t) * moves, stream>>>(
-      reinterpret_cast<const MoveView*>(table), PlannedMoves{src, dst}, static_cast<int>(moves));
-  return cudaGetLastError();
+  return move_rows(table, views, chunks, PlannedMoves{src, dst}, n, moves, stream);
+}
+
+cudaError_t launch_commit_cache(const int64_t* table, int64_t views, int64_t chunks,
+                                const int64_t* accept_index, const int32_t* query_start, int64_t q_len,
+                                const int64_t* slots, int64_t rows, int64_t n, int64_t moves,
+                                cudaStream_t stream) {
+  return move_rows(table, views, chunks,
+                   PathMoves{accept_index, query_start, slots, rows, static_cast<int>(q_len)}, n, moves,
+                   stream);
 }
 
 }  // namespace ddtree

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "../kernels/walk_args.h"
+
 namespace ddtree {
 
 // Nodes per tree that the CUDA builder's registers hold (32 slots of 32 lanes).
@@ -23,35 +25,26 @@ cudaError_t launch_retrieve(const int32_t* parents, const int32_t* num_nodes, in
 cudaError_t launch_ancestor_mask(const int32_t* parents, const int32_t* num_nodes, int32_t* mask, int64_t n,
                                  int64_t q_len, cudaStream_t stream);
 
-cudaError_t launch_walk(const int64_t* candidates, const int32_t* next_token, const int32_t* next_sibling,
-                        const int32_t* num_nodes, const int64_t* target_tokens, int64_t* predict,
-                        int64_t* accept_index, int32_t* accept_token_num, int64_t n, int64_t q_len,
-                        int64_t max_depth, cudaStream_t stream);
+cudaError_t launch_walk(const WalkArgs& args, const int64_t* target_tokens, int64_t n, cudaStream_t stream);
 
-cudaError_t launch_walk_coins(const int64_t* candidates, const int32_t* next_token,
-                              const int32_t* next_sibling, const int32_t* num_nodes,
-                              const float* target_probs, const float* coins, const float* final_coins,
-                              int64_t* predict, int64_t* accept_index, int32_t* accept_token_num, int64_t n,
-                              int64_t q_len, int64_t max_depth, int64_t vocab, cudaStream_t stream);
+cudaError_t launch_walk_coins(const WalkArgs& args, const CoinArgs& coins, int64_t n, cudaStream_t stream);
 
-// depths: rows of draft_probs per request.
-cudaError_t launch_walk_residual(const int64_t* candidates, const int32_t* next_token,
-                                 const int32_t* next_sibling, const int32_t* num_nodes,
-                                 const float* target_probs, const float* draft_probs, const float* coins,
-                                 const float* final_coins, int64_t* predict, int64_t* accept_index,
-                                 int32_t* accept_token_num, int64_t n, int64_t q_len, int64_t max_depth,
-                                 int64_t depths, int64_t vocab, cudaStream_t stream);
+cudaError_t launch_walk_residual(const WalkArgs& args, const ResidualArgs& residual, int64_t n,
+                                 cudaStream_t stream);
 
 cudaError_t launch_plan_moves(const int64_t* accept_index, const void* query_start, bool wide_start,
                               int64_t q_len, const int64_t* slots, int64_t rows, int64_t* src, int64_t* dst,
                               int64_t n, int64_t moves, cudaStream_t stream);
 
+// Moves per request that a block can list: two int64 each in the 48 KB it gets without asking.
+constexpr int64_t kMaxMoves = 2048;
+
 // chunks: 16-byte chunks of the largest row, which sizes the grid.
 cudaError_t launch_move_rows(const int64_t* table, int64_t views, const int64_t* src, const int64_t* dst,
                              int64_t n, int64_t moves, int64_t chunks, cudaStream_t stream);
 
-// The bookkeeping of a step (../kernels/step.cuh, build.cuh, topk.cuh). Pointers of several ops travel in the
-// kernels' own argument structs, which the launchers copy.
+// The bookkeeping of a step (../kernels/step.cuh, build.cuh, commit.cuh, topk.cuh). Pointers of several ops
+// travel in the kernels' own argument structs, which the launchers copy.
 struct TreeStoreView {
   int64_t* tokens;
   int32_t* parents;

@@ -44,6 +44,19 @@ void ancestor_mask(const Tensor& parents, const Tensor& num_nodes, const Tensor&
                                     s.q_len, launch.stream()));
 }
 
+WalkArgs walk_args(const WalkShape& s, const Tensor& candidates, const Tensor& next_token,
+                   const Tensor& next_sibling, const Tensor& num_nodes, const Tensor& predict,
+                   const Tensor& accept_index, const Tensor& accept_token_num) {
+  return WalkArgs{in<int64_t>(candidates),        in<int32_t>(next_token),   in<int32_t>(next_sibling),
+                  in<int32_t>(num_nodes),         out<int64_t>(predict),     out<int64_t>(accept_index),
+                  out<int32_t>(accept_token_num), static_cast<int>(s.q_len), static_cast<int>(s.max_depth)};
+}
+
+CoinArgs coin_args(const WalkShape& s, const Tensor& target_probs, const Tensor& coins,
+                   const Tensor& final_coins) {
+  return {in<float>(target_probs), in<float>(coins), in<float>(final_coins), s.vocab};
+}
+
 void walk(const Tensor& candidates, const Tensor& next_token, const Tensor& next_sibling,
           const Tensor& num_nodes, const Tensor& target_tokens, const Tensor& predict,
           const Tensor& accept_index, const Tensor& accept_token_num) {
@@ -53,10 +66,9 @@ void walk(const Tensor& candidates, const Tensor& next_token, const Tensor& next
   check_width("walk", s.q_len);
   if (s.n == 0) return;
   const Launch launch("walk", candidates);
-  launch.check(launch_walk(in<int64_t>(candidates), in<int32_t>(next_token), in<int32_t>(next_sibling),
-                           in<int32_t>(num_nodes), in<int64_t>(target_tokens), out<int64_t>(predict),
-                           out<int64_t>(accept_index), out<int32_t>(accept_token_num), s.n, s.q_len,
-                           s.max_depth, launch.stream()));
+  const WalkArgs args =
+      walk_args(s, candidates, next_token, next_sibling, num_nodes, predict, accept_index, accept_token_num);
+  launch.check(launch_walk(args, in<int64_t>(target_tokens), s.n, launch.stream()));
 }
 
 void walk_coins(const Tensor& candidates, const Tensor& next_token, const Tensor& next_sibling,
@@ -69,11 +81,9 @@ void walk_coins(const Tensor& candidates, const Tensor& next_token, const Tensor
   check_width("walk_coins", s.q_len);
   if (s.n == 0) return;
   const Launch launch("walk_coins", candidates);
-  launch.check(launch_walk_coins(in<int64_t>(candidates), in<int32_t>(next_token), in<int32_t>(next_sibling),
-                                 in<int32_t>(num_nodes), in<float>(target_probs), in<float>(coins),
-                                 in<float>(final_coins), out<int64_t>(predict), out<int64_t>(accept_index),
-                                 out<int32_t>(accept_token_num), s.n, s.q_len, s.max_depth, s.vocab,
-                                 launch.stream()));
+  const WalkArgs args =
+      walk_args(s, candidates, next_token, next_sibling, num_nodes, predict, accept_index, accept_token_num);
+  launch.check(launch_walk_coins(args, coin_args(s, target_probs, coins, final_coins), s.n, launch.stream()));
 }
 
 void walk_residual(const Tensor& candidates, const Tensor& next_token, const Tensor& next_sibling,
@@ -87,11 +97,10 @@ void walk_residual(const Tensor& candidates, const Tensor& next_token, const Ten
   check_width("walk_residual", s.q_len);
   if (s.n == 0) return;
   const Launch launch("walk_residual", candidates);
-  launch.check(launch_walk_residual(
-      in<int64_t>(candidates), in<int32_t>(next_token), in<int32_t>(next_sibling), in<int32_t>(num_nodes),
-      in<float>(target_probs), in<float>(draft_probs), in<float>(coins), in<float>(final_coins),
-      out<int64_t>(predict), out<int64_t>(accept_index), out<int32_t>(accept_token_num), s.n, s.q_len,
-      s.max_depth, depths, s.vocab, launch.stream()));
+  const WalkArgs args =
+      walk_args(s, candidates, next_token, next_sibling, num_nodes, predict, accept_index, accept_token_num);
+  const ResidualArgs residual{coin_args(s, target_probs, coins, final_coins), in<float>(draft_probs), depths};
+  launch.check(launch_walk_residual(args, residual, s.n, launch.stream()));
 }
 
 void plan_moves(const Tensor& accept_index, const Tensor& query_start, int64_t q_len,
@@ -113,9 +122,7 @@ void move_rows(std::vector<Tensor> views, const Tensor& table, const Tensor& src
       "it there: make it once with make_move_table(views).");
   const int64_t count = static_cast<int64_t>(views.size());
   check_batch("move_rows", std::max(s.n, count));
-  // Two int64 per move must fit the 48 KB that a block gets without asking.
-  STD_TORCH_CHECK(s.moves <= 2048, "ddtree::move_rows on CUDA needs at most 2048 moves per request; found ",
-                  s.moves, ". A block lists them in shared memory: lower the draft depth.");
+  check_depth("move_rows", s.moves);
   if (s.n * s.moves == 0) return;
   int64_t chunks = 1;
   for (const Tensor& view : views) {

@@ -145,8 +145,7 @@ void commit_cache(const Tensor& table, int64_t row_bytes, const Tensor& accept_i
   expect_least(op, "query_start", query_start, n, accept_index);
   expect(op, "slot_mapping", slot_mapping, kLong, {slot_mapping.size(0)}, accept_index);
   check_batch(op, std::max(n, table.size(0)));
-  STD_TORCH_CHECK(moves <= 2048, "ddtree::commit_cache needs at most 2048 moves per request; found ", moves,
-                  ". A block lists them in shared memory: lower the draft depth.");
+  check_depth(op, moves);
   if (n * moves == 0) return;
   const Launch launch(op, accept_index);
   launch.check(launch_commit_cache(

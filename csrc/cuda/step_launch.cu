@@ -48,18 +48,6 @@ cudaError_t launch_walk_rows(const int64_t* drawn, const int32_t* drafts, const 
   return cudaGetLastError();
 }
 
-cudaError_t launch_commit_cache(const int64_t* table, int64_t views, int64_t chunks,
-                                const int64_t* accept_index, const int32_t* query_start, int64_t q_len,
-                                const int64_t* slots, int64_t rows, int64_t n, int64_t moves,
-                                cudaStream_t stream) {
-  const int64_t tiles = std::clamp<int64_t>((chunks + kMoveThreads - 1) / kMoveThreads, 1, 16);
-  const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(views), static_cast<unsigned>(n));
-  move_rows_kernel<<<grid, kMoveThreads, 2 * sizeof(int64_t) * moves, stream>>>(
-      reinterpret_cast<const MoveView*>(table),
-      PathMoves{accept_index, query_start, slots, rows, static_cast<int>(q_len)}, static_cast<int>(moves));
-  return cudaGetLastError();
-}
-
 cudaError_t launch_commit_rows(void* const* hidden, const int64_t* strides, int64_t tensors,
                                int64_t row_bytes, int64_t* positions, const int64_t* accept_index,
                                const int32_t* query_start, const int32_t* states, const int32_t* computed,

@@ -72,4 +72,10 @@ inline void check_batch(const char* op, int64_t n) {
                   ". One grid dimension counts requests: split the batch.");
 }
 
+inline void check_depth(const char* op, int64_t moves) {
+  STD_TORCH_CHECK(moves <= kMaxMoves, "ddtree::", op, " on CUDA needs at most ", kMaxMoves,
+                  " moves per request; found ", moves,
+                  ". A block lists them in shared memory: lower the draft depth.");
+}
+
 }  // namespace ddtree

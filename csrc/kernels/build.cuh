@@ -11,23 +11,12 @@
 #include <cstdint>
 
 #include "../tree_order.h"
+#include "keys.cuh"
 
 namespace ddtree {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
-constexpr uint32_t kNoCandidate = 0;  // below the key of every float, -inf included
 constexpr int kBuildThreads = 128;
-
-__device__ inline uint32_t key_of(float score) {
-  // -inf and NaN are absent, and end the row of siblings they stand in.
-  if (!(score > -INFINITY)) return kNoCandidate;
-  const uint32_t bits = __float_as_uint(score);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-__device__ inline float score_of(uint32_t key) {
-  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
-}
 
 // Shared-memory view of the tree being built; each array has one entry per slot.
 struct Growing {
@@ -97,15 +86,15 @@ __device__ int grow(Growing& tree, const float* logps, int stride, int depth_lim
   const int lane = threadIdx.x & 31;
   uint32_t keys[kSlots];
 #pragma unroll
-  for (int s = 0; s < kSlots; ++s) keys[s] = kNoCandidate;
-  if (lane == 0 && depth_limit > 0 && rank_limit > 0) keys[0] = key_of(0.0f + logps[0]);
+  for (int s = 0; s < kSlots; ++s) keys[s] = kNoKey;
+  if (lane == 0 && depth_limit > 0 && rank_limit > 0) keys[0] = score_key(0.0f + logps[0]);
 
   for (int node = 1; node <= budget; ++node) {
     uint32_t mine = keys[0];
 #pragma unroll
     for (int s = 1; s < kSlots; ++s) mine = max(mine, keys[s]);
     const uint32_t best = __reduce_max_sync(kFullWarp, mine);
-    if (best == kNoCandidate) return node - 1;
+    if (best == kNoKey) return node - 1;
 
     uint32_t tied = 0;
 #pragma unroll
@@ -119,10 +108,10 @@ __device__ int grow(Growing& tree, const float* logps, int stride, int depth_lim
     const int depth = tree.depths[slot];
     const int rank = tree.cursors[slot];
     const float prefix = tree.scores[slot];
-    const float score = score_of(best);
-    uint32_t sibling = kNoCandidate, child = kNoCandidate;
-    if (rank + 1 < rank_limit) sibling = key_of(prefix + logps[depth * stride + rank + 1]);
-    if (depth + 1 < depth_limit) child = key_of(score + logps[(depth + 1) * stride]);
+    const float score = number_of(best);
+    uint32_t sibling = kNoKey, child = kNoKey;
+    if (rank + 1 < rank_limit) sibling = score_key(prefix + logps[depth * stride + rank + 1]);
+    if (depth + 1 < depth_limit) child = score_key(score + logps[(depth + 1) * stride]);
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
       const int here = s * 32 + lane;

@@ -84,6 +84,24 @@ struct PlannedMoves {
   }
 };
 
+// Moves planned on the spot: from the accepted path and the slots of the step's rows.
+struct PathMoves {
+  const int64_t* accept_index;  // [n, moves + 1]
+  const int32_t* query_start;   // [n]
+  const int64_t* slots;         // [rows]
+  int64_t rows;
+  int q_len;
+
+  __device__ void get(int64_t r, int move, int moves, int64_t* from, int64_t* to) const {
+    const int64_t start = query_start[r], node = accept_index[r * (moves + 1) + move + 1];
+    const int64_t source = start + node % q_len, target = start + move + 1;
+    *from = *to = -1;
+    if (node < 0 || source == target || source >= rows || target >= rows) return;
+    *from = slots[source];
+    *to = slots[target];
+  }
+};
+
 // Grid: (chunk tiles, views, requests). Shared memory: two int64 per move.
 template <typename Moves>
 __global__ void __launch_bounds__(kMoveThreads)

@@ -11,23 +11,14 @@
 
 #include <cstdint>
 
+#include "keys.cuh"
+
 namespace ddtree {
 
 constexpr int kTopThreads = 1024;
 constexpr int kTopWarps = kTopThreads / 32;
 constexpr int kTopCapacity = 2048;  // values that may pass the bound
 constexpr int kTopMax = 1024;       // K, so that the threads' maxima are a bound
-
-// Floats in their order as unsigned integers; NaN is 0, below everything.
-__device__ inline uint32_t ordered(float value) {
-  if (value != value) return 0;
-  const uint32_t bits = __float_as_uint(value == 0.0f ? 0.0f : value);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-__device__ inline float unordered(uint32_t key) {
-  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
-}
 
 // How a logit lies in memory.
 struct Float32Logits {
@@ -122,18 +113,18 @@ __global__ void __launch_bounds__(kTopThreads, 2) top_logps_kernel(TopArgs a) {
     mine = fmaxf(mine, value);
     poisoned |= value != value;
   });
-  items[threadIdx.x] = ordered(mine);
+  items[threadIdx.x] = logit_key(mine);
   if (threadIdx.x == 0) taken = 0;
   __syncthreads();
   sort_descending(items, kTopThreads);
-  const float top = unordered(static_cast<uint32_t>(items[0]));
+  const float top = number_of(static_cast<uint32_t>(items[0]));
   uint32_t bound = static_cast<uint32_t>(items[a.ranks - 1]);  // -inf where fewer threads have values
 
   float sum = 0.0f;
   int passing = 0;
   each_value<Logits>(row, a.vocab, [&](int, float value) {
     sum += __expf(value - top);
-    passing += value >= unordered(bound);
+    passing += value >= number_of(bound);
   });
   if (poisoned) sum = NAN;
   for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
@@ -145,7 +136,7 @@ __global__ void __launch_bounds__(kTopThreads, 2) top_logps_kernel(TopArgs a) {
 
   auto count_from = [&](uint32_t key) {
     int here = 0;
-    each_value<Logits>(row, a.vocab, [&](int, float value) { here += value >= unordered(key); });
+    each_value<Logits>(row, a.vocab, [&](int, float value) { here += value >= number_of(key); });
     return block_sum(here, parts);
   };
   uint32_t tied = 0;  // the value of which only some are taken
@@ -166,9 +157,9 @@ __global__ void __launch_bounds__(kTopThreads, 2) top_logps_kernel(TopArgs a) {
     if (count < a.ranks) tied = low;
   }
   each_value<Logits>(row, a.vocab, [&](int id, float value) {
-    if (value >= unordered(bound)) {
+    if (value >= number_of(bound)) {
       const int at = atomicAdd(&taken, 1);
-      items[at] = static_cast<uint64_t>(ordered(value)) << 32 | (0xffffffffu - static_cast<uint32_t>(id));
+      items[at] = static_cast<uint64_t>(logit_key(value)) << 32 | (0xffffffffu - static_cast<uint32_t>(id));
     }
   });
   __syncthreads();
@@ -176,7 +167,7 @@ __global__ void __launch_bounds__(kTopThreads, 2) top_logps_kernel(TopArgs a) {
     const int word_of = Logits::kPerWord;
     for (int first = 0; first < a.vocab && count < a.ranks; first += kTopThreads) {
       const int id = first + threadIdx.x;
-      const bool equal = id < a.vocab && ordered(Logits::get(row[id / word_of], id % word_of)) == tied;
+      const bool equal = id < a.vocab && logit_key(Logits::get(row[id / word_of], id % word_of)) == tied;
       const unsigned lanes = __ballot_sync(0xffffffffu, equal);
       __syncthreads();  // parts is free
       if ((threadIdx.x & 31) == 0) parts[threadIdx.x / 32] = __popc(lanes);
@@ -202,7 +193,7 @@ __global__ void __launch_bounds__(kTopThreads, 2) top_logps_kernel(TopArgs a) {
     const uint64_t item = k < count ? items[k] : 0;
     const int64_t at = r * a.ranks + k;
     a.tokens[at] = item ? static_cast<int64_t>(0xffffffffu - static_cast<uint32_t>(item)) : 0;
-    a.logps[at] = item ? unordered(static_cast<uint32_t>(item >> 32)) - norm : -INFINITY;
+    a.logps[at] = item ? number_of(static_cast<uint32_t>(item >> 32)) - norm : -INFINITY;
   }
 }
 

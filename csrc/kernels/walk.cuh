@@ -5,18 +5,9 @@
 
 #include <cstdint>
 
-namespace ddtree {
+#include "walk_args.h"
 
-struct WalkArgs {
-  const int64_t* candidates;
-  const int32_t* next_token;
-  const int32_t* next_sibling;
-  const int32_t* num_nodes;
-  int64_t* predict;
-  int64_t* accept_index;
-  int32_t* accept_token_num;
-  int q_len, max_depth;
-};
+namespace ddtree {
 
 // One tree in shared memory. Pointers that do not lead forward to a real node are cut, which is what ends
 // every walk.

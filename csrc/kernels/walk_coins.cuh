@@ -15,13 +15,6 @@ constexpr int kCoinWarps = kCoinThreads / 32;
 constexpr int kFilterWords = 128;
 constexpr double kSkipped = -1.0;  // the mass of a repeated token
 
-struct CoinArgs {
-  const float* target_probs;
-  const float* coins;
-  const float* final_coins;
-  int64_t vocab;
-};
-
 __device__ inline double warp_sum(double value) {
   for (int step = 16; step; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
   return value;

@@ -11,12 +11,6 @@
 
 namespace ddtree {
 
-struct ResidualArgs {
-  CoinArgs coins;
-  const float* draft_probs;
-  int64_t depths;  // rows of draft_probs per request
-};
-
 // What is left of p after the rejections of a node: max(p - scale * q, 0), nothing at rejected tokens.
 struct ResidualMass {
   const float* probs;
