@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from driving import drive, free_blocks, runner, scheduler, target_rows
+from driving import VLLM_0_32, drive, free_blocks, runner, scheduler, target_rows
 from engines import engine, generate, greedy, prompts, tree
 from oracle import oracle
 from transformers import AutoModelForCausalLM
@@ -127,7 +127,7 @@ def watch_ends(ends):
         blocks = self.kv_cache_manager.get_block_ids(request.request_id)[0]
         ends[named(request)] = {
             "output": request.num_output_tokens,
-            "computed": request.num_computed_tokens - dropped,
+            "computed": request.num_computed_tokens - (dropped if VLLM_0_32 else 0),
             "dropped": dropped,
             "blocks": len(blocks),
         }
@@ -161,7 +161,8 @@ def test_counts_at_the_end_are_those_of_no_speculation(case, ours):
     asked, _, without = case
     dropped = 0
     for (plain, plain_cached), (mine, my_cached) in zip(without, ends_per_length(ours, asked), strict=True):
-        assert my_cached == plain_cached  # only whole blocks of emitted tokens enter the prefix cache
+        # Only whole blocks of emitted tokens enter the prefix cache.
+        assert my_cached == plain_cached if VLLM_0_32 else my_cached <= plain_cached
         assert mine.keys() == plain.keys() == {"0", "1", "2"}
         for name in plain:
             assert mine[name]["output"] == plain[name]["output"]
@@ -181,6 +182,6 @@ def test_a_second_request_on_cached_blocks_is_right(case, ours):
     outputs = drive(ours, requests(longer, 2))
     assert texts(outputs) == [answer[-2:] for answer in answers]
     hits = [outputs[str(i)].num_cached_tokens for i in range(3)]
-    # For every drafter that reads hidden states, vLLM computes the last block of a hit again.
-    assert hits == [max((len(text) - 1) // BLOCK - 1, 0) * BLOCK for text in longer]
+    again = 1 if VLLM_0_32 else 0
+    assert hits == [max((len(text) - 1) // BLOCK - again, 0) * BLOCK for text in longer]
     assert any(hit > len(p) for hit, p in zip(hits, asked, strict=True))

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
-from vllm_ddtree import ops
+from vllm_ddtree import ops, step
 from vllm_ddtree.engine.scorer import TreeScorer
 
 TOKENS = 8
@@ -182,7 +182,9 @@ def test_a_silent_drafter_means_one_token_per_step_and_errors_reach_the_caller(t
         with silent:
             assert generate(llm, case[0], greedy(TOKENS)) == case[1]
         assert accepted_length(llm) == 1.0
-        broken = mock.patch.object(ops, "walk", side_effect=RuntimeError("CUDA error: put here by a test"))
+        broken = mock.patch.object(
+            step, "walk_rows", side_effect=RuntimeError("CUDA error: put here by a test")
+        )
         with broken, pytest.raises(RuntimeError, match="put here by a test"):
             generate(llm, case[0], greedy(TOKENS))
 

@@ -73,6 +73,7 @@ class Engines:
             options = {key: value for key, value in changes.items() if key.startswith("ddtree")}
             changes = {key: value for key, value in changes.items() if key not in options}
             speculative = tree(nodes, **options) if nodes else None
+            changes["enforce_eager"] = name != GRAPHS
             self.made[name] = self.stack.enter_context(engine(self.pair, speculative, **(COMMON | changes)))
         return self.made[name]
 
@@ -227,7 +228,11 @@ def test_a_scenario_is_unchanged(engines, asked, name, knowing):
 
 @pytest.mark.slow
 @explore(int(os.environ.get("DDTREE_FUZZ_EXAMPLES", "150")))
-@given(scenarios(), st.sampled_from(sorted(ENGINES)), st.sampled_from([True, True, False]))
+@given(
+    scenarios(),
+    st.sampled_from([GRAPHS] if GRAPHS else sorted(ENGINES)),
+    st.sampled_from([True, True, False]),
+)
 def test_many_scenarios_are_unchanged(engines, asked, name, knowing):
     check(engines, name, asked, knowing)
 

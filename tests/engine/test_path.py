@@ -13,7 +13,7 @@ import torch
 from engines import accepted_length, engine, generate, greedy, prompts, tree
 from oracle import oracle
 
-from vllm_ddtree import ops, step
+from vllm_ddtree import step
 from vllm_ddtree.engine import commit
 from vllm_ddtree.engine.runner import TreeRunnerMixin
 
@@ -37,13 +37,14 @@ def run(tiny, case):
 
 def test_rows_really_move_and_the_text_is_right(tiny, case):
     moved = []
-    plan = ops.plan_moves
+    move = step.CacheMover.move
 
-    def counting(*args):
-        plan(*args)
-        moved.append(int((args[4] >= 0).sum()))
+    def counting(self, accept_index, query_start, q_len, slots):
+        node, depth = accept_index % q_len, torch.arange(accept_index.shape[1], device=accept_index.device)
+        moved.append(int(((accept_index >= 0) & (node != depth)).sum()))
+        move(self, accept_index, query_start, q_len, slots)
 
-    with mock.patch.object(ops, "plan_moves", counting):
+    with mock.patch.object(step.CacheMover, "move", counting):
         text, length = run(tiny, case)
     assert text == case[1]
     # 3 choices per depth: 3 + 9 + 27 nodes reach depth 3, and 40 nodes hold nearly all of them.

@@ -30,6 +30,8 @@ MESSAGES = [{"role": "user", "content": "Where to?"}]
 ADAPTERS = ("first", "second")
 # As in test_lora.py: a slot more than adapters; the server unloads a name, the engine keeps its adapter.
 SETTINGS = {"max_loras": 5, "max_lora_rank": 8, "max_num_seqs": 6, "max_num_batched_tokens": 1024}
+if GPU:  # vLLM's LoRA kernels for GPUs take 16-bit types only
+    SETTINGS["dtype"] = "float16"
 
 
 @pytest.fixture(scope="module")

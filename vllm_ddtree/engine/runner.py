@@ -137,8 +137,10 @@ class TreeDraftTokensHandler(DraftTokensHandler):
     def set_draft_tokens(self, input_batch: InputBatch, draft_tokens: torch.Tensor) -> None:
         """Queue the copy of [num_reqs, nodes] draft tokens for a batch."""
         if input_batch.has_structured_output_reqs:
-            states, store = input_batch.idx_mapping, self._store
-            packed = grammar.pack(draft_tokens, store.parents[states, 1:], store.is_chain[states])
-            node = torch.arange(draft_tokens.shape[1], device=draft_tokens.device)
+            states, store, width = input_batch.idx_mapping, self._store, draft_tokens.shape[1]
+            # A batch that needs no drafts has none: vLLM 0.33 then says so by width 0.
+            parents = store.parents[states, 1 : width + 1]
+            packed = grammar.pack(draft_tokens, parents, store.is_chain[states])
+            node = torch.arange(width, device=draft_tokens.device)
             draft_tokens = torch.where(node < store.num_nodes[states][:, None], packed, -1)
         super().set_draft_tokens(input_batch, draft_tokens)

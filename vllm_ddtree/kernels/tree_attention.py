@@ -75,7 +75,7 @@ def _step(acc, m, total, q, k, v, allowed, qk_scale, softcap, v_scale, SOFTCAP: 
     return acc, m_new, total
 
 
-@triton.jit(do_not_specialize=["stride_lse_h", "stride_part_s", "stride_plse_s"])
+@triton.jit(do_not_specialize=["table_tokens", "stride_lse_h", "stride_part_s", "stride_plse_s"])
 def tree_attention_kernel(
     out_ptr,  # [tokens, q heads, D]; with SEEDED it also holds the context part
     lse_ptr,  # [q heads, tokens] float32, natural log; read when SEEDED
@@ -95,6 +95,7 @@ def tree_attention_kernel(
     part_lse_ptr,  # [splits, tokens, q heads] float32, base 2
     scale,
     softcap,
+    table_tokens,  # that a row of the block table has blocks for
     stride_out_t,
     stride_out_h,
     stride_lse_h,
@@ -209,7 +210,8 @@ def tree_attention_kernel(
         bits_row = mask_ptr + req.to(tl.int64) * stride_mask_r + row * stride_mask_q
         for at in tl.range(0, last, BLOCK_N):
             j = at + tl.arange(0, BLOCK_N)
-            ok = j < n
+            # vLLM's dummy batches at start-up may hold a request that is longer than any real one.
+            ok = (j < n) & (ctx + j < table_tokens)
             k = _load_keys(k_head, table_row, ctx + j, ok, stride_k_block, stride_k_slot, PAGE, D, BLOCK_D)
             v = _load_keys(v_head, table_row, ctx + j, ok, stride_v_block, stride_v_slot, PAGE, D, BLOCK_D)
             # One load per row and word: per key it would be 32 times as many.
@@ -326,6 +328,7 @@ def launch(
         part_lse if part_lse is not None else out,
         scale,
         softcap,
+        block_table.shape[1] * key_cache.shape[1],
         out.stride(0),
         out.stride(1),
         lse.stride(0) if lse is not None else 0,
