@@ -62,6 +62,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="session")
+def marking(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Folders of a tiny target with tokens that mark thoughts and tool calls, and its drafter."""
+    from tiny_models import MARKS, make_drafter, make_target
+
+    root = tmp_path_factory.mktemp("marking")
+    return str(make_target(root / "target", words=MARKS)), str(make_drafter(root / "drafter"))
+
+
+@pytest.fixture(scope="session")
 def real() -> tuple[str, str]:
     """Folders of SmolLM2-135M-Instruct and its drafter."""
     if not REAL_TARGET.exists():

@@ -21,14 +21,16 @@ from transformers import PreTrainedTokenizerFast
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 64, 3, 4, 2, 32, 128, 272
 BLOCK, MASK = 8, 258
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|mask|>", "<|im_end|>")
+# Marks of thoughts and tool calls, as Qwen3 has them: ids 260..263 of a target made with them.
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
-def make_target(folder: Path, kind: str = "llama", **changes: Any) -> Path:
-    """Write a target (kind llama, qwen2 or qwen3) with tokenizer; return its folder."""
+def make_target(folder: Path, kind: str = "llama", words: tuple[str, ...] = (), **changes: Any) -> Path:
+    """Write a target (kind llama, qwen2 or qwen3) with tokenizer, whose ids from 260 are ``words``."""
     # Qwen2 has no head_dim of its own, and vLLM's CPU attention takes multiples of 32 only.
     heads, kv_heads = (HIDDEN // HEAD_DIM, 1) if kind == "qwen2" else (HEADS, KV_HEADS)
     config = {
@@ -60,7 +62,7 @@ def make_target(folder: Path, kind: str = "llama", **changes: Any) -> Path:
     for layer in range(config["num_hidden_layers"]):
         weights |= _layer(noise, f"model.layers.{layer}.", heads, kv_heads, kind == "qwen2", kind == "qwen3")
     _write(folder, config, weights)
-    _tokenizer().save_pretrained(folder)
+    _tokenizer(words).save_pretrained(folder)
     return folder
 
 
@@ -162,13 +164,14 @@ def _layer(
     return weights
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes plus four special tokens: every text round-trips, ids 0..259."""
+def _tokenizer(words: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """Bytes plus four special tokens: every text round-trips, ids 0..259; then whole words."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
+    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=SPECIALS[0], eos_token=SPECIALS[3], pad_token=SPECIALS[0]
     )

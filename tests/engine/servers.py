@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -23,13 +24,24 @@ from engines import SETTINGS, prompts
 
 LIMIT = 300.0  # seconds a server may take to start
 LONG = 200  # tokens of an answer that a fault cuts off
+KNOWING = Path(__file__).with_name("oracle_server.py")
+
+
+class Answer(NamedTuple):
+    """What a chat's client sees; a stream's parts put together."""
+
+    reasoning: str
+    content: str
+    calls: list[tuple[str, str]]  # names and arguments
+    reason: str
+    tokens: list[int]
 
 
 class Server:
-    """A running server: its process, its address and its log."""
+    """A running server: its process, its address, its log, and the file of what its drafter knows."""
 
-    def __init__(self, process: subprocess.Popen[bytes], base: str, log: Path) -> None:
-        self.process, self.log = process, log
+    def __init__(self, process: subprocess.Popen[bytes], base: str, log: Path, texts: Path) -> None:
+        self.process, self.log, self.texts = process, log, texts
         self.http = httpx.Client(base_url=base, timeout=120)
 
     def children(self, name: str) -> list[psutil.Process]:
@@ -53,6 +65,55 @@ class Server:
         assert reply.status_code == 200, reply.text
         return reply.json()["choices"][0]["token_ids"]
 
+    def chat(self, **body: Any) -> tuple[list[int], Answer]:
+        """The prompt's token ids and the answer of one chat."""
+        reply = self.post("/v1/chat/completions", return_token_ids=True, **body)
+        assert reply.status_code == 200, reply.text
+        data = reply.json()
+        choice = data["choices"][0]
+        message, reason = choice["message"], choice["finish_reason"]
+        called = [call["function"] for call in message.get("tool_calls") or ()]
+        calls = [(call["name"], call["arguments"]) for call in called]
+        thought, content = message.get("reasoning") or "", message["content"] or ""
+        return data["prompt_token_ids"], Answer(thought, content, calls, reason, choice["token_ids"])
+
+    def stream(self, **body: Any) -> Answer:
+        """The answer of one chat that is streamed."""
+        body = {"model": "tiny", "stream": True, "return_token_ids": True} | body
+        thought, content, reason = "", "", ""
+        calls: dict[int, tuple[str, str]] = {}
+        tokens: list[int] = []
+        with self.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+            parts = [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {")]
+        for choice in (choice for part in parts for choice in part["choices"]):
+            delta, reason = choice["delta"], choice.get("finish_reason") or reason
+            thought += delta.get("reasoning") or ""
+            content += delta.get("content") or ""
+            tokens += choice.get("token_ids") or ()
+            for call in delta.get("tool_calls") or ():
+                name, arguments = calls.get(call["index"], ("", ""))
+                more = call["function"]
+                name, arguments = name + (more.get("name") or ""), arguments + (more.get("arguments") or "")
+                calls[call["index"]] = (name, arguments)
+        return Answer(thought, content, [calls[index] for index in sorted(calls)], reason, tokens)
+
+    @contextlib.contextmanager
+    def knowing(self, texts: list[list[int]]) -> Iterator[None]:
+        """Within, the drafter of a server with ``known=True`` knows these prompts with their answers."""
+        self.texts.write_text(json.dumps(texts))
+        try:
+            yield
+        finally:
+            self.texts.unlink()
+
+    def drafts(self) -> tuple[float, float, float]:
+        """Drafts so far, tokens in them, tokens accepted."""
+        names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        page = self.http.get("/metrics").text
+        found = [re.search(rf"^vllm:spec_decode_{name}_total\S* (\S+)$", page, re.M) for name in names]
+        drafts, tokens, accepted = (float(match[1]) for match in found if match)
+        return drafts, tokens, accepted
+
 
 @contextlib.contextmanager
 def server(
@@ -61,13 +122,18 @@ def server(
     log: Path,
     *flags: str,
     environment: dict[str, str] | None = None,
+    known: bool = False,
     **changes: Any,
 ) -> Iterator[Server]:
-    """A server on ``pair``'s target, ready; gone afterwards, with all its processes."""
+    """A server on ``pair``'s target, ready; gone afterwards, with all its processes.
+
+    ``known``: its drafter can be told the answers (oracle_server.py).
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", pair[0], *flags]
+    entry = [str(KNOWING)] if known else ["-m", "vllm.entrypoints.openai.api_server"]
+    command = [sys.executable, *entry, "--model", pair[0], *flags]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     for key, value in (SETTINGS | changes).items():
         if not isinstance(value, bool):
@@ -75,11 +141,14 @@ def server(
     if speculative is not None:
         command += ["--speculative-config", json.dumps({"model": pair[1]} | speculative)]
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | (environment or {})
+    texts = log.with_suffix(".texts")
+    if known:
+        env["DDTREE_TEXTS"] = str(texts)
     with log.open("w") as stream:
         process = subprocess.Popen(
             command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, env=env
         )
-    found = Server(process, f"http://127.0.0.1:{port}", log)
+    found = Server(process, f"http://127.0.0.1:{port}", log, texts)
     try:
         _wait(found)
         yield found

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 from engines import accepted_length, engine, engines, greedy, prompts, runner, tree
 from oracle import oracle
+from tiny_models import MARKS
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -155,6 +156,56 @@ def test_preempted_requests_go_on_in_their_grammar(tiny):
     assert any(count > 0 for count in preempted), preempted
     for index in (0, 3, 5):
         assert re.fullmatch(code, expected[index][1])
+
+
+@pytest.mark.parametrize("parser", ["qwen3", pytest.param("deepseek_r1", marks=pytest.mark.slow)])
+def test_a_grammar_that_begins_behind_a_thought(marking, parser):
+    """The end of a thought is a draft inside an accepted chain; the grammar begins right behind it."""
+    end = 260 + MARKS.index("</think>")
+
+    def thoughtful(changes=None, **kind):
+        common = {"temperature": 0.0, "max_tokens": 70, "logit_bias": {end: 5.0}}
+        wanted = StructuredOutputsParams(**kind) if kind else None
+        return SamplingParams(**(common | (changes or {})), structured_outputs=wanted)
+
+    sampled = {"temperature": 1.0, "seed": 5}
+    params = [
+        thoughtful(json=SCHEMA),
+        thoughtful(regex=REGEX),
+        thoughtful(sampled, json=SCHEMA),
+        thoughtful(sampled, choice=["positive", "negative"]),
+        thoughtful({"logit_bias": None, "max_tokens": 12}, regex=REGEX),
+        thoughtful(regex=REGEX),
+        thoughtful({"max_tokens": 20}),
+    ]
+    asked = [f"Thought number {i}:" for i in range(len(params))]
+    asked[5] += "<think>Yes.</think>"
+    settings = {
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+        "reasoning_parser": parser,
+        "max_num_seqs": len(params),
+        "max_num_batched_tokens": 1024,
+    }
+
+    def answers(llm):
+        outputs = llm.generate(asked, params, use_tqdm=False)
+        return [(o.prompt_token_ids, list(o.outputs[0].token_ids), o.outputs[0].text) for o in outputs]
+
+    with engines(marking, tree(20), **settings) as (plain, ours):
+        expected = answers(plain)
+        with oracle([prompt + tokens for prompt, tokens, _ in expected]):
+            assert answers(ours) == expected
+        assert runner(ours).tree_store.is_chain.sum() == len(params) - 1
+        assert accepted_length(ours) > 2.5
+    split = [text.partition("</think>")[::2] for *_, text in expected]
+    assert len({len(thought) for thought, _ in split[:4]}) == 4
+    for index in (0, 2):
+        assert json.loads(split[index][1]).keys() == {"a", "ok"}
+    assert re.fullmatch(REGEX, split[1][1])
+    assert split[3][1] in ("positive", "negative")
+    # Nothing is constrained before the end of a thought, and everything where it lies in the prompt.
+    assert end not in expected[4][1] and not re.match("[a-f]", split[4][0])
+    assert re.fullmatch(REGEX, split[5][0])
 
 
 def test_chains_where_the_options_say_so(tiny):

@@ -50,7 +50,7 @@ def test_a_full_batch_stays_within_the_budget(wide):
         peak = torch.cuda.max_memory_reserved()
     budget = UTILIZATION * torch.cuda.mem_get_info()[1]
     print(f"peak {peak / 2**30:.2f} GiB of {budget / 2**30:.2f}")
-    # Nobody counts what the allocator can't use of its segments: 1% here; 15% without our part of the profile.
+    # Nobody counts what the allocator can't use of its segments: 1% here, 15% without our part of the profile
     assert peak < 1.03 * budget
     assert peak > 0.8 * budget, "the cache takes what the profile leaves, or this test says nothing"
 
