@@ -112,8 +112,8 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         "num_gpu_blocks_override": args.blocks,
         "block_size": args.block_size,
         "disable_log_stats": False,
-        # On a GPU that others use too; the number of blocks is given.
-        **({"gpu_memory_utilization": 0.15} if GPU else {}),
+        # On a GPU that others use too, where vLLM's profiling fails as soon as one of them gives memory back.
+        **({"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 2**30} if GPU else {}),
     }
 
 

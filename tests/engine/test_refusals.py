@@ -7,12 +7,17 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from engines import SETTINGS, tree
+import torch
+from engines import GPU, SETTINGS, tree
 from tiny_models import make_drafter, make_target
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_ddtree.engine import checks
 
+# vLLM counts the GPUs before anything asks ddtree.
+one_gpu = pytest.mark.skipif(
+    torch.cuda.device_count() == 1, reason="a second GPU would be needed to get that far"
+)
 ARGS = {key: value for key, value in SETTINGS.items() if key != "seed"}
 
 
@@ -80,6 +85,7 @@ def test_target_that_is_refused(tmp_path, tiny, change, words):
     assert words in refuse(str(target), tree(16, model=tiny[1]))
 
 
+@one_gpu
 def test_parallel_layouts_that_are_refused(tiny):
     text = refuse(tiny[0], tree(16, model=tiny[1]), pipeline_parallel_size=2)
     assert "pipeline parallelism" in text
@@ -108,12 +114,14 @@ def test_foreign_worker_class_is_refused(tiny):
     assert "--worker-cls is 'some.other.Worker'" in text
 
 
+@one_gpu
 def test_every_problem_is_listed_at_once(tmp_path, tiny):
     drafter = make_drafter(tmp_path / "drafter", vocab_size=300, num_target_layers=9)
     text = refuse(tiny[0], tree(16, model=str(drafter)), pipeline_parallel_size=2)
     assert text.count("\n- ") == 3
 
 
+@pytest.mark.skipif(GPU, reason="about CPU mode")
 @pytest.mark.parametrize("missing", ["TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER"])
 def test_cpu_without_the_interpreter_names_what_to_set(tiny, monkeypatch, missing):
     monkeypatch.setenv(missing, "0")

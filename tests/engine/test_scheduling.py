@@ -108,9 +108,38 @@ def test_graphs_cover_every_width():
         cudagraph_capture_sizes=None,
         max_num_seqs=8,
     )
-    config._set_graph_sizes(arguments, 64, [(1, 2, 64), (3, 8, 16)])
+    config._set_graph_sizes(arguments, 4096, 64, [(1, 2, 64), (3, 8, 16)])
     sizes = set(arguments.compilation_config.cudagraph_capture_sizes)
     assert sizes >= {65, 130} | {17 * n for n in range(3, 9)}
     before = list(sizes)
-    config._set_graph_sizes(arguments, 16)
+    config._set_graph_sizes(arguments, 4096, 16)
     assert set(arguments.compilation_config.cudagraph_capture_sizes) == set(before), "the user's sizes stay"
+
+
+def test_no_graph_is_larger_than_any_batch():
+    compilation = SimpleNamespace(cudagraph_capture_sizes=None)
+    arguments = SimpleNamespace(compilation_config=compilation, cudagraph_capture_sizes=None, max_num_seqs=1)
+    config._set_graph_sizes(arguments, 160, 33)
+    assert arguments.compilation_config.cudagraph_capture_sizes == [1, 2, 4, 8, 16, 32, 34, 64, 128]
+
+
+@pytest.mark.parametrize(
+    ("tiers", "budget", "rows"),
+    [
+        (None, 8192, 8 * 65),
+        (None, 300, 300),
+        ([(1, 2, 64), (3, 8, 6)], 8192, 2 * 65),
+        ([(1, 2, 64), (3, 8, 20)], 8192, 8 * 21),
+    ],
+)
+def test_rows_of_a_full_step(tiers, budget, rows):
+    """What memory profiling counts; beyond a tier's end its nodes hold on, as in vLLM's scheduler."""
+    found = config.verification_rows(
+        SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=budget),
+            speculative_config=SimpleNamespace(
+                num_speculative_tokens=64, num_speculative_tokens_per_batch_size=tiers
+            ),
+        )
+    )
+    assert found == rows

@@ -11,7 +11,7 @@ import re
 from unittest import mock
 
 import pytest
-from engines import accepted_length, engine, engines, greedy, prompts, runner, tree
+from engines import accepted_length, engine, engines, generate, greedy, prompts, runner, tree
 from oracle import oracle
 from tiny_models import MARKS
 from vllm import SamplingParams
@@ -156,6 +156,34 @@ def test_preempted_requests_go_on_in_their_grammar(tiny):
     assert any(count > 0 for count in preempted), preempted
     for index in (0, 3, 5):
         assert re.fullmatch(code, expected[index][1])
+
+
+def test_fewer_nodes_and_none_under_a_grammar(tiny):
+    """Drafts narrower than the tree, and batches without any: parents travel in the width of the drafts."""
+    code = "[a-f]{9}-[0-9]{5}"
+    constraints = [{"regex": code}, {"json": SCHEMA}, None, {"regex": code}]
+    settings = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
+    asked = prompts(4, seed=6)
+    # One by one they end: batches of four and three without drafts, then of two and one with.
+    params = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=8 + 8 * i,
+            ignore_eos=kind is None,
+            structured_outputs=kind and StructuredOutputsParams(**kind),
+        )
+        for i, kind in enumerate(constraints)
+    ]
+    with engine(tiny, **settings) as llm:
+        expected = generate(llm, asked, params)
+    tiers = [(1, 1, 20), (2, 2, 6), (3, 4, 0)]
+    known = [prompt + text for prompt, text in zip(asked, expected, strict=True)]
+    with (
+        oracle(known),
+        engine(tiny, tree(20, num_speculative_tokens_per_batch_size=tiers), **settings) as llm,
+    ):
+        assert generate(llm, asked, params) == expected
+        assert accepted_length(llm) > 1.3
 
 
 @pytest.mark.parametrize("parser", ["qwen3", pytest.param("deepseek_r1", marks=pytest.mark.slow)])

@@ -58,7 +58,7 @@ def test_a_full_batch_stays_within_the_budget(wide):
 def test_too_little_memory_for_the_cache(tiny):
     """No room in the share of the device that the user allows, and more wanted than the device has."""
     for changes, words in (
-        ({"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.0005}, "No available memory"),
+        ({"kv_cache_memory_bytes": None, "gpu_memory_utilization": 1e-6}, "No available memory"),
         ({"kv_cache_memory_bytes": 2**40}, "out of memory"),
     ):
         with pytest.raises(Exception, match=words):

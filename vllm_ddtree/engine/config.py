@@ -16,6 +16,7 @@ from vllm.config import SpeculativeConfig, VllmConfig, replace
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_ddtree.drafters import find_drafter
 from vllm_ddtree.engine import checks
@@ -102,7 +103,8 @@ def create_tree_config(
     if current_platform.is_cuda():
         engine_args.attention_config = copy.copy(engine_args.attention_config)
         engine_args.attention_config.backend = AttentionBackendEnum.CUSTOM
-        _set_graph_sizes(engine_args, options.num_nodes, config.num_speculative_tokens_per_batch_size)
+        tiers = config.num_speculative_tokens_per_batch_size
+        _set_graph_sizes(engine_args, target_model_config.max_model_len, options.num_nodes, tiers)
     return config
 
 
@@ -115,6 +117,18 @@ def tree_options(vllm_config: VllmConfig) -> TreeOptions | None:
 def drafter_horizon(config: SpeculativeConfig) -> int:
     """Tokens that one drafter forward predicts: block size less the anchor (Chen et al., 2602.06036)."""
     return int(config.draft_model_config.hf_config.block_size) - 1
+
+
+def verification_rows(vllm_config: VllmConfig) -> int:
+    """Most rows of logits that one step can have: the widest batch of trees that the token budget admits."""
+    scheduler, spec = vllm_config.scheduler_config, vllm_config.speculative_config
+    rows = scheduler.max_num_seqs * (spec.num_speculative_tokens + 1)
+    if spec.num_speculative_tokens_per_batch_size:
+        nodes = build_dynamic_sd_schedule_lookup(
+            spec.num_speculative_tokens_per_batch_size, scheduler.max_num_seqs, spec.num_speculative_tokens
+        )
+        rows = max(count * (nodes[count] + 1) for count in range(1, scheduler.max_num_seqs + 1))
+    return min(rows, scheduler.max_num_batched_tokens)
 
 
 def check_engine_config(vllm_config: VllmConfig) -> None:
@@ -147,10 +161,14 @@ def _set_worker(engine_args: Any, parallel_config: Any) -> None:
 
 
 def _set_graph_sizes(
-    engine_args: Any, num_nodes: int, tiers: list[tuple[int, int, int]] | None = None
+    engine_args: Any,
+    max_model_len: int,
+    num_nodes: int,
+    tiers: list[tuple[int, int, int]] | None = None,
 ) -> None:
     """Cover whole batches of width nodes + 1 with FULL graphs, unless the user chose sizes.
 
+    Sizes that no batch reaches are left out: to capture one, vLLM makes up requests longer than the model's.
     tiers: (first batch size, last, nodes), vLLM's num_speculative_tokens_per_batch_size: every width of them.
     """
     compilation = copy.deepcopy(engine_args.compilation_config)
@@ -160,5 +178,6 @@ def _set_graph_sizes(
     seqs = engine_args.max_num_seqs or _GRAPH_BATCHES[-1]
     widths = {num_nodes + 1} if not tiers else {min(nodes, num_nodes) + 1 for _, _, nodes in tiers}
     whole = {n * width for n in _GRAPH_BATCHES if n <= seqs for width in widths}
-    compilation.cudagraph_capture_sizes = sorted({*_PIECEWISE_SIZES, *whole})
+    sizes = {*_PIECEWISE_SIZES, *whole}
+    compilation.cudagraph_capture_sizes = sorted(size for size in sizes if size <= seqs * max_model_len)
     engine_args.compilation_config = compilation

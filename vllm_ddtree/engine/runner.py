@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from vllm_ddtree.engine import commit, grammar
 from vllm_ddtree.engine.chain import chain_reason, has_custom_processors
-from vllm_ddtree.engine.config import tree_options
+from vllm_ddtree.engine.config import tree_options, verification_rows
 from vllm_ddtree.engine.proposer import TreeSpeculator
 from vllm_ddtree.engine.scorer import TreeScorer
 from vllm_ddtree.engine.state import TreeStep, TreeStore, set_tree_state
@@ -64,8 +64,14 @@ class TreeRunnerMixin:
         super()._dummy_sampler_run(hidden_states)
         if self.device.type == "cpu":  # its KV cache is what the user says, not what profiling leaves
             return
-        rows = min(self.max_num_reqs * self.tree_store.tokens.shape[1], self.max_num_tokens)
+        rows = verification_rows(self.vllm_config)
         logits = self.model.compute_logits(hidden_states[:1].expand(rows, -1).contiguous())
+        logger.info(
+            "ddtree: a full step has %d rows of logits, %.2f GiB, for which memory is kept free; "
+            "max_num_seqs and max_num_batched_tokens set their number.",
+            rows,
+            logits.nbytes / 2**30,
+        )
         self.rejection_sampler.hold(logits)
 
     def add_requests(self, scheduler_output: Any) -> None:
