@@ -99,6 +99,22 @@ def test_options_are_split_from_vllms_keys():
     assert rest == {"model": "x", "revision": "r"}
 
 
+@pytest.mark.parametrize(
+    ("given", "nodes", "tiers"),
+    [
+        ({}, 64, [[1, 2, 64], [3, 4, 32], [5, 8, 16], [9, 64, 8]]),
+        ({"num_speculative_tokens": None}, 64, [[1, 2, 64], [3, 4, 32], [5, 8, 16], [9, 64, 8]]),
+        ({"num_speculative_tokens": 48}, 48, None),
+        ({options.TIERS: [(1, 3, 200), (4, 9, 0)]}, 200, [(1, 3, 200), (4, 9, 0)]),
+        ({options.TIERS: [(1, 3, 200)], "num_speculative_tokens": 99}, 99, [(1, 3, 200)]),
+        ({options.TIERS: "nonsense"}, 64, "nonsense"),  # vLLM's error follows
+    ],
+)
+def test_nodes_fall_with_the_batch_where_the_user_names_no_number(given, nodes, tiers):
+    found, rest = options.split_options({"method": "ddtree", "model": "x", **given})
+    assert (found.num_nodes, rest.get(options.TIERS)) == (nodes, tiers)
+
+
 @pytest.mark.parametrize("target", ["Qwen/Qwen3-8B", "/models/Qwen3-8B/", "qwen/qwen3-8b"])
 def test_known_drafter(target):
     row = drafters.find_drafter(target)

@@ -14,9 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 METHOD = "ddtree"
 PREFIX = "ddtree_"
+TIERS = "num_speculative_tokens_per_batch_size"
 # Ringel & Romano (arXiv 2604.12989), table of budgets: 64 nodes hold 93% of the speed-up of the best
 # budget at batch 1, and JetSpec's table (arXiv 2606.18394) has it fastest at 8 requests.
 DEFAULT_NODES = 64
+# (first batch size, last, nodes), where the user names no number. On an H200 up to about 150 rows, requests x
+# (nodes + 1), cost an 8B target next to nothing; beyond, arithmetic binds it (docs/gpu-results.md).
+DEFAULT_TIERS = ((1, 2, DEFAULT_NODES), (3, 4, 32), (5, 8, 16), (9, 64, 8))
 # The attention kernels hold one bit row per node; 512 is the largest width they are tested at.
 MAX_NODES = 512
 
@@ -25,7 +29,7 @@ class TreeOptions(BaseModel):
     """Validated options of one engine.
 
     Attributes:
-        num_nodes: nodes of the draft tree, root not counted (``num_speculative_tokens``), 1..512.
+        num_nodes: most nodes of a draft tree, root not counted (``num_speculative_tokens``), 1..512.
         max_depth: deepest node allowed; ``None`` means the drafter's horizon (block size - 1).
         attention_backend: tree attention on the GPU, ``auto`` picks the measured default.
         deriver: verification rule: ``draw`` (the target's own draws, the text of the run without
@@ -67,7 +71,8 @@ def split_options(speculative_config: dict[str, Any]) -> tuple[TreeOptions, dict
         speculative_config: the dict given to ``--speculative-config``; ``-`` in keys reads as ``_``.
 
     Returns:
-        The validated options and the remaining keys (``model`` among them) for vLLM's own config.
+        The validated options and the remaining keys (``model`` among them) for vLLM's own config. Who gives
+        no number of nodes gets fewer as requests grow (``num_speculative_tokens_per_batch_size``).
 
     Raises:
         ValueError: unknown ``ddtree_*`` key or a value out of range; the text names the key, what was
@@ -79,6 +84,9 @@ def split_options(speculative_config: dict[str, Any]) -> tuple[TreeOptions, dict
         raise ValueError("; ".join(_unknown_key(key) for key in unknown))
     fields = {field: rest.pop(key) for key, field in KEYS.items() if key in rest}
     rest.pop("method", None)
+    if fields.get("num_nodes") is None:
+        tiers = rest.setdefault(TIERS, [list(tier) for tier in DEFAULT_TIERS])
+        fields["num_nodes"] = _most_nodes(tiers)
     try:
         return TreeOptions(**{k: v for k, v in fields.items() if v is not None}), rest
     except ValidationError as error:
@@ -87,6 +95,14 @@ def split_options(speculative_config: dict[str, Any]) -> tuple[TreeOptions, dict
             f"{names[str(item['loc'][0])]} = {item['input']!r}: {item['msg']}" for item in error.errors()
         ]
         raise ValueError("; ".join(lines)) from None
+
+
+def _most_nodes(tiers: Any) -> int | None:
+    """The largest number of nodes in a schedule; None where it has no form, which vLLM then says."""
+    try:
+        return max(int(nodes) for _, _, nodes in tiers) or None
+    except (TypeError, ValueError):
+        return None
 
 
 def _unknown_key(key: str) -> str:

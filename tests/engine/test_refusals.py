@@ -13,6 +13,7 @@ from tiny_models import make_drafter, make_target
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_ddtree.engine import checks
+from vllm_ddtree.engine.config import tree_options
 
 # vLLM counts the GPUs before anything asks ddtree.
 one_gpu = pytest.mark.skipif(
@@ -65,6 +66,24 @@ def test_drafter_that_does_not_fit(tiny, tmp_path, change, words):
 )
 def test_bad_option(tiny, options, words):
     assert words in refuse(tiny[0], {"method": "ddtree", "model": tiny[1], **options})
+
+
+def test_vllms_short_flags(tiny):
+    """--spec-method, --spec-model and --spec-tokens say the same as the keys, and not both at once."""
+    short = {"spec_method": "ddtree", "spec_model": tiny[1], "spec_tokens": 24}
+    args = EngineArgs(model=tiny[0], **(ARGS | short))
+    for _ in range(2):
+        config = args.create_engine_config()
+        assert config.speculative_config.num_speculative_tokens == 24
+        assert tree_options(config).num_nodes == 24
+    assert (args.speculative_config, args.spec_method, args.spec_tokens) == (None, "ddtree", 24)
+    text = refuse(tiny[0], tree(16, model=tiny[1]), spec_tokens=24)
+    assert "--spec-tokens 24 and num_speculative_tokens = 16" in text
+    assert "--spec-method dflash and method = 'ddtree'" in refuse(
+        tiny[0], tree(16, model=tiny[1]), spec_method="dflash"
+    )
+    plain = EngineArgs(model=tiny[0], **(ARGS | short | {"spec_method": "dflash", "spec_tokens": 7}))
+    assert tree_options(plain.create_engine_config()) is None
 
 
 def test_target_without_a_known_drafter(tiny):

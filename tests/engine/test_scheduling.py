@@ -78,13 +78,20 @@ def test_stop_at_every_offset_of_an_accepted_path(tiny):
         assert (list(ended.token_ids), ended.finish_reason) == (plain[0][: at + 1], "stop")
 
 
-def test_fewer_nodes_as_requests_grow(tiny):
+@pytest.mark.parametrize(
+    ("speculative", "expected"),
+    [
+        (tree(16, num_speculative_tokens_per_batch_size=[(1, 1, 16), (2, 3, 6), (4, 4, 4)]), {4: 4, 1: 16}),
+        ({"method": "ddtree"}, {4: 32, 1: 64}),
+    ],
+    ids=["named", "default"],
+)
+def test_fewer_nodes_as_requests_grow(tiny, speculative, expected):
     """vLLM's own key: the scheduler cuts drafts by batch size, and the first b nodes are the b-node tree."""
     asked = prompts(4, seed=7)
     with engine(tiny) as llm:
         plain = generate(llm, asked, greedy(TOKENS))
-    tiers = [(1, 1, 16), (2, 3, 6), (4, 4, 4)]
-    with engine(tiny, tree(16, num_speculative_tokens_per_batch_size=tiers)) as llm:
+    with engine(tiny, speculative) as llm:
         widths = {}
         prepare = runner(llm).prepare_attn
 
@@ -99,7 +106,7 @@ def test_fewer_nodes_as_requests_grow(tiny):
             assert generate(llm, asked, greedy(TOKENS)) == plain
             assert accepted_length(llm) > 1.5
             assert generate(llm, asked[:1], greedy(TOKENS)) == plain[:1]
-    assert widths[4] == {4} and 16 in widths[1], widths
+    assert widths[4] == {expected[4]} and expected[1] in widths[1], widths
 
 
 def test_graphs_cover_every_width():
@@ -110,7 +117,9 @@ def test_graphs_cover_every_width():
     )
     config._set_graph_sizes(arguments, 4096, 64, [(1, 2, 64), (3, 8, 16)])
     sizes = set(arguments.compilation_config.cudagraph_capture_sizes)
-    assert sizes >= {65, 130} | {17 * n for n in range(3, 9)}
+    # A batch that shrinks to two requests has the nodes of the tier above for a step.
+    assert sizes >= {65, 130} | {17 * n for n in range(1, 9)}
+    assert max(sizes - {256, 512}) == 17 * 8
     before = list(sizes)
     config._set_graph_sizes(arguments, 4096, 16)
     assert set(arguments.compilation_config.cudagraph_capture_sizes) == set(before), "the user's sizes stay"
@@ -143,3 +152,9 @@ def test_rows_of_a_full_step(tiers, budget, rows):
         )
     )
     assert found == rows
+
+
+def test_the_schedule_in_words():
+    assert config._schedule([n * 65 for n in range(5)]) == "64 (1-4 requests)"
+    rows = [n * (nodes + 1) for n, nodes in enumerate([0, 64, 64, 32, 0])]
+    assert config._schedule(rows) == "64 (1-2 requests), 32 (3), 0 (4)"

@@ -31,6 +31,8 @@ _WORKERS = {
     "cpu": "vllm_ddtree.engine.worker_cpu.TreeCPUWorker",
     "cuda": "vllm_ddtree.engine.worker.TreeWorker",
 }
+# EngineArgs' field for each key that has a flag of its own.
+_SHORT_FLAGS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 # vLLM's own small sizes for PIECEWISE graphs; whole-batch decode graphs need n * (nodes + 1) on top.
 _PIECEWISE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _GRAPH_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
@@ -54,9 +56,9 @@ def create_tree_config(
     Raises:
         ValueError: every problem found, in one message.
     """
-    user_config = engine_args.speculative_config
+    before = {name: getattr(engine_args, name) for name in ("speculative_config", *_SHORT_FLAGS)}
     try:
-        options, rest = split_options(user_config)
+        options, rest = split_options(_with_short_flags(engine_args))
     except ValueError as error:
         raise checks.refusal([str(error)]) from None
     problems = checks.platform_problems()
@@ -83,11 +85,11 @@ def create_tree_config(
         # layers it is vLLM's FlashAttention.
         rest.setdefault("attention_backend", "CUSTOM")
     rest.update(method="dflash", num_speculative_tokens=options.num_nodes)
-    engine_args.speculative_config = rest
+    vars(engine_args).update(dict.fromkeys(_SHORT_FLAGS) | {"speculative_config": rest})
     try:
         config = original(engine_args, target_model_config, target_parallel_config)
     finally:
-        engine_args.speculative_config = user_config
+        vars(engine_args).update(before)
     setattr(config, IS_TREE, True)
     if config.draft_load_config is None and load_format in ("auto", "hf"):
         # A drafter by model id can't be looked into above; vLLM would fall back to pickles.
@@ -108,6 +110,21 @@ def create_tree_config(
     return config
 
 
+def _with_short_flags(engine_args: Any) -> dict[str, Any]:
+    """The user's speculative config with vLLM's short flags in it; ValueError where both say one thing."""
+    found = {key.replace("-", "_"): value for key, value in (engine_args.speculative_config or {}).items()}
+    for name, key in _SHORT_FLAGS.items():
+        value = getattr(engine_args, name)
+        if value is not None and key in found:
+            flag = name.replace("_", "-")
+            raise ValueError(
+                f"--{flag} {value} and {key} = {found[key]!r} in the speculative config: leave one out."
+            )
+        if value is not None:
+            found[key] = value
+    return found
+
+
 def tree_options(vllm_config: VllmConfig) -> TreeOptions | None:
     """Return the options stored in a VllmConfig, or None for an engine without ddtree."""
     stored = (vllm_config.additional_config or {}).get(_CONFIG_KEY)
@@ -121,14 +138,18 @@ def drafter_horizon(config: SpeculativeConfig) -> int:
 
 def verification_rows(vllm_config: VllmConfig) -> int:
     """Most rows of logits that one step can have: the widest batch of trees that the token budget admits."""
-    scheduler, spec = vllm_config.scheduler_config, vllm_config.speculative_config
-    rows = scheduler.max_num_seqs * (spec.num_speculative_tokens + 1)
+    return min(max(_rows_by_batch(vllm_config)), vllm_config.scheduler_config.max_num_batched_tokens)
+
+
+def _rows_by_batch(vllm_config: VllmConfig) -> list[int]:
+    """Rows of a batch in which every request verifies a tree, by the number of requests (0 for none)."""
+    spec, seqs = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_seqs
+    nodes = [spec.num_speculative_tokens] * (seqs + 1)
     if spec.num_speculative_tokens_per_batch_size:
         nodes = build_dynamic_sd_schedule_lookup(
-            spec.num_speculative_tokens_per_batch_size, scheduler.max_num_seqs, spec.num_speculative_tokens
+            spec.num_speculative_tokens_per_batch_size, seqs, spec.num_speculative_tokens
         )
-        rows = max(count * (nodes[count] + 1) for count in range(1, scheduler.max_num_seqs + 1))
-    return min(rows, scheduler.max_num_batched_tokens)
+    return [count * (nodes[count] + 1) for count in range(seqs + 1)]
 
 
 def check_engine_config(vllm_config: VllmConfig) -> None:
@@ -138,19 +159,28 @@ def check_engine_config(vllm_config: VllmConfig) -> None:
     problems = checks.resolved_problems(vllm_config, options)
     if problems:
         raise checks.refusal(problems)
-    config = vllm_config.speculative_config
+    config, rows = vllm_config.speculative_config, _rows_by_batch(vllm_config)
+    budget = vllm_config.scheduler_config.max_num_batched_tokens
     logger.info(
-        "ddtree: drafter %s, horizon %d, %d nodes per request, depth <= %d; up to %d requests in a step. "
+        "ddtree: drafter %s, horizon %d, nodes per request %s, depth <= %d; up to %d requests in a step. "
         "Read the accepted length, not the acceptance rate: most nodes are alternatives.",
         config.draft_model_config.model,
         drafter_horizon(config),
-        options.num_nodes,
+        _schedule(rows),
         options.max_depth,
-        min(
-            vllm_config.scheduler_config.max_num_seqs,
-            vllm_config.scheduler_config.max_num_batched_tokens // (options.num_nodes + 1),
-        ),
+        max(count for count, needed in enumerate(rows) if needed <= budget),
     )
+
+
+def _schedule(rows: list[int]) -> str:
+    """Nodes by batch size in words, such as "64 (1-2 requests), 32 (3-8)"."""
+    nodes = [needed // count - 1 for count, needed in enumerate(rows) if count]
+    parts, first = [], 1
+    for count, here in enumerate(nodes, start=1):
+        if count == len(nodes) or nodes[count] != here:
+            parts.append(f"{here} ({first}-{count} requests)" if count > first else f"{here} ({count})")
+            first = count + 1
+    return ", ".join(parts)
 
 
 def _set_worker(engine_args: Any, parallel_config: Any) -> None:
@@ -169,15 +199,22 @@ def _set_graph_sizes(
     """Cover whole batches of width nodes + 1 with FULL graphs, unless the user chose sizes.
 
     Sizes that no batch reaches are left out: to capture one, vLLM makes up requests longer than the model's.
-    tiers: (first batch size, last, nodes), vLLM's num_speculative_tokens_per_batch_size: every width of them.
+    tiers: (first batch size, last, nodes), vLLM's num_speculative_tokens_per_batch_size. A batch has its own
+    tier's nodes or, while it shrinks, fewer: each width is covered up to the end of its tier.
     """
     compilation = copy.deepcopy(engine_args.compilation_config)
     chosen = compilation.cudagraph_capture_sizes or engine_args.cudagraph_capture_sizes
     if chosen is not None:
         return
     seqs = engine_args.max_num_seqs or _GRAPH_BATCHES[-1]
-    widths = {num_nodes + 1} if not tiers else {min(nodes, num_nodes) + 1 for _, _, nodes in tiers}
-    whole = {n * width for n in _GRAPH_BATCHES if n <= seqs for width in widths}
+    tiers = tiers or [(1, seqs, num_nodes)]
+    last = max(first for first, _, _ in tiers)  # which vLLM carries on to every larger batch
+    whole = {
+        n * (min(nodes, num_nodes) + 1)
+        for first, end, nodes in tiers
+        for n in _GRAPH_BATCHES
+        if n <= seqs and (n <= end or first == last)
+    }
     sizes = {*_PIECEWISE_SIZES, *whole}
     compilation.cudagraph_capture_sizes = sorted(size for size in sizes if size <= seqs * max_model_len)
     engine_args.compilation_config = compilation

@@ -162,9 +162,10 @@ _problems: list[str] = []
 
 
 def asks_for_ddtree(engine_args: Any) -> bool:
-    """Return whether this engine's speculative config names our method."""
+    """Return whether this engine's speculative config, or ``--spec-method``, names our method."""
     config = engine_args.speculative_config
-    return isinstance(config, dict) and config.get("method") == METHOD
+    named = config.get("method") if isinstance(config, dict) else None
+    return METHOD in (named, engine_args.spec_method)
 
 
 def install() -> None:
