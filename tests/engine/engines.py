@@ -22,8 +22,6 @@ SETTINGS: dict[str, Any] = {
 GPU = bool(os.environ.get("DDTREE_TEST_GPU"))
 if GPU:  # many engines on one device; the utilization is then only checked against what is free
     SETTINGS |= {"kv_cache_memory_bytes": 2**26, "gpu_memory_utilization": 0.02}
-# The engine of test_fuzz.py that uses CUDA graphs; nothing can then take its drafter's place (oracle.py).
-GRAPHS = os.environ.get("DDTREE_TEST_GRAPHS", "")
 
 
 @contextlib.contextmanager

@@ -283,8 +283,8 @@ def resolved_problems(vllm_config: Any, options: TreeOptions) -> list[str]:
     scheduler = vllm_config.scheduler_config
     if not vllm_config.use_v2_model_runner:
         problems.append(_needs_v2("vLLM chose the V1 model runner for this configuration"))
-    # One request's verification rows plus the slots vLLM sets aside for drafting them.
-    needed = width + options.num_nodes
+    # One request's verification rows, and the slots vLLM 0.32 sets aside for drafting them.
+    needed = width + vllm_config.speculative_config.max_num_new_slots_for_drafting
     if scheduler.max_num_batched_tokens < needed:
         problems.append(
             f"{options.num_nodes} nodes need max_num_batched_tokens >= {needed} (the tree's rows and the "

@@ -160,7 +160,7 @@ def check_engine_config(vllm_config: VllmConfig) -> None:
     if problems:
         raise checks.refusal(problems)
     config, rows = vllm_config.speculative_config, _rows_by_batch(vllm_config)
-    budget = vllm_config.scheduler_config.max_num_batched_tokens
+    slots, budget = config.max_num_new_slots_for_drafting, vllm_config.scheduler_config.max_num_batched_tokens
     logger.info(
         "ddtree: drafter %s, horizon %d, nodes per request %s, depth <= %d; up to %d requests in a step. "
         "Read the accepted length, not the acceptance rate: most nodes are alternatives.",
@@ -168,7 +168,7 @@ def check_engine_config(vllm_config: VllmConfig) -> None:
         drafter_horizon(config),
         _schedule(rows),
         options.max_depth,
-        max(count for count, needed in enumerate(rows) if needed <= budget),
+        max(count for count, needed in enumerate(rows) if needed + count * slots <= budget),
     )
 
 
