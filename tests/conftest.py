@@ -29,6 +29,8 @@ os.environ.update(
         "TOKENIZERS_PARALLELISM": "false",
         # vLLM's own attention kernel would multiply float32 in tf32, and near ties then fall either way.
         "TRITON_F32_DEFAULT": "ieee",
+        # Many workers share the cores.
+        "OMP_NUM_THREADS": "2",
     }
 )
 
