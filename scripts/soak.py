@@ -77,7 +77,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--drafter", help="folder of its DFlash drafter")
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--method", choices=("ddtree", "dflash", "none"), default="ddtree")
-    parser.add_argument("--dtype", default="float32", help="other types may differ from no speculation")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--max-model-len", type=int, default=256)
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=48, help="KV blocks; few of them cause preemption")

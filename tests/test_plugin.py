@@ -108,11 +108,17 @@ def test_options_are_split_from_vllms_keys():
         ({options.TIERS: [(1, 3, 200), (4, 9, 0)]}, 200, [(1, 3, 200), (4, 9, 0)]),
         ({options.TIERS: [(1, 3, 200)], "num_speculative_tokens": 99}, 99, [(1, 3, 200)]),
         ({options.TIERS: "nonsense"}, 64, "nonsense"),  # vLLM's error follows
+        ({options.TIERS: [(1, 2, float("inf"))]}, 64, [(1, 2, float("inf"))]),
     ],
 )
 def test_nodes_fall_with_the_batch_where_the_user_names_no_number(given, nodes, tiers):
     found, rest = options.split_options({"method": "ddtree", "model": "x", **given})
     assert (found.num_nodes, rest.get(options.TIERS)) == (nodes, tiers)
+
+
+def test_one_small_number_of_nodes_where_no_schedule_can_be_followed():
+    found, rest = options.split_options({"method": "ddtree", "model": "x"}, scheduled=False)
+    assert (found.num_nodes, rest) == (16, {"model": "x"})
 
 
 @pytest.mark.parametrize("target", ["Qwen/Qwen3-8B", "/models/Qwen3-8B/", "qwen/qwen3-8b"])

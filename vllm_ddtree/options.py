@@ -19,8 +19,10 @@ TIERS = "num_speculative_tokens_per_batch_size"
 # budget at batch 1, and JetSpec's table (arXiv 2606.18394) has it fastest at 8 requests.
 DEFAULT_NODES = 64
 # (first batch size, last, nodes), where the user names no number. On an H200 up to about 150 rows, requests x
-# (nodes + 1), cost an 8B target next to nothing; beyond, arithmetic binds it (docs/gpu-results.md).
+# (nodes + 1), cost an 8B target next to nothing; beyond, arithmetic binds it (docs/gpu-results.md). From 17
+# requests on 8 nodes exceed that, and are the least that a tree is good for.
 DEFAULT_TIERS = ((1, 2, DEFAULT_NODES), (3, 4, 32), (5, 8, 16), (9, 64, 8))
+DEFAULT_UNSCHEDULED = 16
 # The attention kernels hold one bit row per node; 512 is the largest width they are tested at.
 MAX_NODES = 512
 
@@ -64,11 +66,14 @@ KEYS: dict[str, str] = {
 }
 
 
-def split_options(speculative_config: dict[str, Any]) -> tuple[TreeOptions, dict[str, Any]]:
+def split_options(
+    speculative_config: dict[str, Any], scheduled: bool = True
+) -> tuple[TreeOptions, dict[str, Any]]:
     """Separate ddtree's keys from vLLM's.
 
     Args:
         speculative_config: the dict given to ``--speculative-config``; ``-`` in keys reads as ``_``.
+        scheduled: whether the engine can draft by batch size; otherwise the default is one small number.
 
     Returns:
         The validated options and the remaining keys (``model`` among them) for vLLM's own config. Who gives
@@ -85,8 +90,11 @@ def split_options(speculative_config: dict[str, Any]) -> tuple[TreeOptions, dict
     fields = {field: rest.pop(key) for key, field in KEYS.items() if key in rest}
     rest.pop("method", None)
     if fields.get("num_nodes") is None:
-        tiers = rest.setdefault(TIERS, [list(tier) for tier in DEFAULT_TIERS])
-        fields["num_nodes"] = _most_nodes(tiers)
+        if scheduled or rest.get(TIERS):
+            tiers = rest.setdefault(TIERS, [list(tier) for tier in DEFAULT_TIERS])
+            fields["num_nodes"] = _most_nodes(tiers)
+        else:
+            fields["num_nodes"] = DEFAULT_UNSCHEDULED
     try:
         return TreeOptions(**{k: v for k, v in fields.items() if v is not None}), rest
     except ValidationError as error:
@@ -101,7 +109,7 @@ def _most_nodes(tiers: Any) -> int | None:
     """The largest number of nodes in a schedule; None where it has no form, which vLLM then says."""
     try:
         return max(int(nodes) for _, _, nodes in tiers) or None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 

@@ -162,7 +162,8 @@ def test_counts_at_the_end_are_those_of_no_speculation(case, ours):
     dropped = 0
     for (plain, plain_cached), (mine, my_cached) in zip(without, ends_per_length(ours, asked), strict=True):
         # Only whole blocks of emitted tokens enter the prefix cache.
-        assert my_cached == plain_cached if VLLM_0_32 else my_cached <= plain_cached
+        most = plain_cached if VLLM_0_32 else plain_cached - len(asked)  # a block per request later
+        assert most <= my_cached <= plain_cached
         assert mine.keys() == plain.keys() == {"0", "1", "2"}
         for name in plain:
             assert mine[name]["output"] == plain[name]["output"]

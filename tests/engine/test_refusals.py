@@ -17,7 +17,7 @@ from vllm_ddtree.engine import checks
 from vllm_ddtree.engine.config import tree_options
 
 # vLLM counts the GPUs before anything asks ddtree.
-one_gpu = pytest.mark.skipif(
+not_on_one_gpu = pytest.mark.skipif(
     torch.cuda.device_count() == 1, reason="a second GPU would be needed to get that far"
 )
 ARGS = {key: value for key, value in SETTINGS.items() if key != "seed"}
@@ -94,6 +94,19 @@ def test_vllms_short_flags(tiny):
     assert tree_options(plain.create_engine_config()) is None
 
 
+@not_on_one_gpu
+def test_one_small_number_of_nodes_under_data_parallelism(tiny):
+    """vLLM drops schedules there; the number that holds for every batch is then not the largest tier's."""
+    args = EngineArgs(
+        model=tiny[0],
+        speculative_config={"method": "ddtree", "model": tiny[1]},
+        **(ARGS | {"data_parallel_size": 2}),
+    )
+    found = args.create_engine_config()
+    assert found.speculative_config.num_speculative_tokens_per_batch_size is None
+    assert found.speculative_config.num_speculative_tokens == tree_options(found).num_nodes == 16
+
+
 def test_target_without_a_known_drafter(tiny):
     assert "no public DFlash drafter is known" in refuse(tiny[0], {"method": "ddtree"})
 
@@ -112,7 +125,7 @@ def test_target_that_is_refused(tmp_path, tiny, change, words):
     assert words in refuse(str(target), tree(16, model=tiny[1]))
 
 
-@one_gpu
+@not_on_one_gpu
 def test_parallel_layouts_that_are_refused(tiny):
     text = refuse(tiny[0], tree(16, model=tiny[1]), pipeline_parallel_size=2)
     assert "pipeline parallelism" in text
@@ -141,7 +154,7 @@ def test_foreign_worker_class_is_refused(tiny):
     assert "--worker-cls is 'some.other.Worker'" in text
 
 
-@one_gpu
+@not_on_one_gpu
 def test_every_problem_is_listed_at_once(tmp_path, tiny):
     drafter = make_drafter(tmp_path / "drafter", vocab_size=300, num_target_layers=9)
     text = refuse(tiny[0], tree(16, model=str(drafter)), pipeline_parallel_size=2)

@@ -82,16 +82,18 @@ def test_stop_at_every_offset_of_an_accepted_path(tiny):
     ("speculative", "expected"),
     [
         (tree(16, num_speculative_tokens_per_batch_size=[(1, 1, 16), (2, 3, 6), (4, 4, 4)]), {4: 4, 1: 16}),
-        ({"method": "ddtree"}, {4: 32, 1: 64}),
+        ({"method": "ddtree"}, {9: 8, 8: 16, 4: 32, 1: 64}),
     ],
     ids=["named", "default"],
 )
 def test_fewer_nodes_as_requests_grow(tiny, speculative, expected):
     """vLLM's own key: the scheduler cuts drafts by batch size, and the first b nodes are the b-node tree."""
-    asked = prompts(4, seed=7)
-    with engine(tiny) as llm:
+    batches = sorted(expected, reverse=True)
+    asked = prompts(batches[0], seed=7)
+    room = {"max_num_seqs": batches[0], "max_num_batched_tokens": 2048}
+    with engine(tiny, **room) as llm:
         plain = generate(llm, asked, greedy(TOKENS))
-    with engine(tiny, speculative) as llm:
+    with engine(tiny, speculative, **room) as llm:
         widths = {}
         prepare = runner(llm).prepare_attn
 
@@ -103,33 +105,65 @@ def test_fewer_nodes_as_requests_grow(tiny, speculative, expected):
 
         runner(llm).prepare_attn = watched
         with oracle([prompt + text for prompt, text in zip(asked, plain, strict=True)]):
-            assert generate(llm, asked, greedy(TOKENS)) == plain
+            for count in batches:
+                assert generate(llm, asked[:count], greedy(TOKENS)) == plain[:count]
             assert accepted_length(llm) > 1.5
-            assert generate(llm, asked[:1], greedy(TOKENS)) == plain[:1]
-    assert widths[4] == {expected[4]} and expected[1] in widths[1], widths
+    # For a step after it shrank, a batch has the nodes of the larger one.
+    assert widths[batches[0]] == {expected[batches[0]]}, widths
+    assert all(nodes in widths[count] for count, nodes in expected.items()), widths
 
 
-def test_graphs_cover_every_width():
+def graph_sizes(nodes, max_model_len=4096, **settings):
+    compilation = SimpleNamespace(cudagraph_capture_sizes=None, max_cudagraph_capture_size=None)
     arguments = SimpleNamespace(
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=None),
+        compilation_config=compilation,
         cudagraph_capture_sizes=None,
-        max_num_seqs=8,
+        max_cudagraph_capture_size=None,
+        max_num_seqs=len(nodes) - 1,
     )
-    config._set_graph_sizes(arguments, 4096, 64, [(1, 2, 64), (3, 8, 16)])
-    sizes = set(arguments.compilation_config.cudagraph_capture_sizes)
-    # A batch that shrinks to two requests has the nodes of the tier above for a step.
-    assert sizes >= {65, 130} | {17 * n for n in range(1, 9)}
-    assert max(sizes - {256, 512}) == 17 * 8
-    before = list(sizes)
-    config._set_graph_sizes(arguments, 4096, 16)
-    assert set(arguments.compilation_config.cudagraph_capture_sizes) == set(before), "the user's sizes stay"
+    vars(arguments).update(settings)
+    config._set_graph_sizes(arguments, nodes, 15, max_model_len)
+    return arguments, arguments.compilation_config.cudagraph_capture_sizes
+
+
+@pytest.mark.parametrize(
+    ("schedule", "seqs"),
+    [
+        (None, 9),
+        (None, 30),
+        ([(1, 2, 64), (3, 4, 32), (5, 8, 16), (9, 64, 8)], 64),
+        ([(1, 11, 64), (12, 32, 4)], 32),
+        ([(1, 16, 32), (32, 64, 4)], 50),
+        ([(1, 4, 6), (5, 9, 20)], 9),
+    ],
+)
+def test_graphs_cover_every_batch(schedule, seqs):
+    """Its own width, that of any larger batch before it shrank, and the drafter's, after vLLM's rounding."""
+    spec = SimpleNamespace(num_speculative_tokens=64, num_speculative_tokens_per_batch_size=schedule)
+    nodes = config.nodes_by_batch(spec, seqs)
+    _, sizes = graph_sizes(nodes)
+    widths = {1 + most for most in nodes[1:]} | {16}
+    # vLLM rounds every size up to whole requests of every width, and captures what still fits.
+    captured = {width: {-(-size // width) for size in sizes} for width in widths}
+    limit = {width: [n for n in captured[width] if n <= seqs and n * width <= sizes[-1]] for width in widths}
+    for count in range(1, seqs + 1):
+        for width in {1 + most for most in nodes[count:]} | {16}:
+            assert max(limit[width]) >= count, (count, width)
+
+
+def test_the_users_graph_sizes_stay():
+    nodes = [0] + [16] * 8
+    arguments, sizes = graph_sizes(nodes, cudagraph_capture_sizes=[1, 5])
+    assert sizes is None and arguments.cudagraph_capture_sizes == [1, 5]
+    arguments, sizes = graph_sizes(nodes, max_cudagraph_capture_size=70)
+    assert max(sizes) == 68 and arguments.max_cudagraph_capture_size is None
+    again = list(sizes)
+    config._set_graph_sizes(arguments, [0] + [64] * 8, 15, 4096)
+    assert arguments.compilation_config.cudagraph_capture_sizes == again
 
 
 def test_no_graph_is_larger_than_any_batch():
-    compilation = SimpleNamespace(cudagraph_capture_sizes=None)
-    arguments = SimpleNamespace(compilation_config=compilation, cudagraph_capture_sizes=None, max_num_seqs=1)
-    config._set_graph_sizes(arguments, 160, 33)
-    assert arguments.compilation_config.cudagraph_capture_sizes == [1, 2, 4, 8, 16, 32, 34, 64, 128]
+    assert graph_sizes([0, 33], max_model_len=160)[1] == [1, 2, 4, 8, 16, 32, 34, 64, 128]
 
 
 @pytest.mark.parametrize(
@@ -137,8 +171,10 @@ def test_no_graph_is_larger_than_any_batch():
     [
         (None, 8192, 8 * 65),
         (None, 300, 300),
-        ([(1, 2, 64), (3, 8, 6)], 8192, 2 * 65),
+        # Two trees of 64 nodes beside six requests that join.
+        ([(1, 2, 64), (3, 8, 6)], 8192, 2 * 65 + 6),
         ([(1, 2, 64), (3, 8, 20)], 8192, 8 * 21),
+        ([(1, 4, 64), (5, 8, 0)], 8192, 4 * 65 + 4),
     ],
 )
 def test_rows_of_a_full_step(tiers, budget, rows):
@@ -155,6 +191,5 @@ def test_rows_of_a_full_step(tiers, budget, rows):
 
 
 def test_the_schedule_in_words():
-    assert config._schedule([n * 65 for n in range(5)]) == "64 (1-4 requests)"
-    rows = [n * (nodes + 1) for n, nodes in enumerate([0, 64, 64, 32, 0])]
-    assert config._schedule(rows) == "64 (1-2 requests), 32 (3), 0 (4)"
+    assert config._schedule([64] * 4) == "64 (1-4 requests)"
+    assert config._schedule([64, 64, 32, 0]) == "64 (1-2 requests), 32 (3), 0 (4)"

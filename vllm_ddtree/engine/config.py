@@ -9,6 +9,8 @@ Invariant: the user's dict is not changed, so building the config twice gives th
 from __future__ import annotations
 
 import copy
+import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -56,9 +58,11 @@ def create_tree_config(
     Raises:
         ValueError: every problem found, in one message.
     """
+    # vLLM drops schedules under data parallelism, where ranks would draft differently.
+    scheduled = target_parallel_config.data_parallel_size == 1
     before = {name: getattr(engine_args, name) for name in ("speculative_config", *_SHORT_FLAGS)}
     try:
-        options, rest = split_options(_with_short_flags(engine_args))
+        options, rest = split_options(_with_short_flags(engine_args), scheduled)
     except ValueError as error:
         raise checks.refusal([str(error)]) from None
     problems = checks.platform_problems()
@@ -105,8 +109,10 @@ def create_tree_config(
     if current_platform.is_cuda():
         engine_args.attention_config = copy.copy(engine_args.attention_config)
         engine_args.attention_config.backend = AttentionBackendEnum.CUSTOM
-        tiers = config.num_speculative_tokens_per_batch_size
-        _set_graph_sizes(engine_args, target_model_config.max_model_len, options.num_nodes, tiers)
+        nodes = nodes_by_batch(
+            config, min(engine_args.max_num_seqs or _GRAPH_BATCHES[-1], _GRAPH_BATCHES[-1])
+        )
+        _set_graph_sizes(engine_args, nodes, horizon, target_model_config.max_model_len)
     return config
 
 
@@ -136,20 +142,21 @@ def drafter_horizon(config: SpeculativeConfig) -> int:
     return int(config.draft_model_config.hf_config.block_size) - 1
 
 
+def nodes_by_batch(config: SpeculativeConfig, seqs: int) -> list[int]:
+    """Nodes of each request by the number of requests in the step before, up to ``seqs`` (0 for none)."""
+    most, schedule = config.num_speculative_tokens, config.num_speculative_tokens_per_batch_size
+    if not schedule:
+        return [0] + [most] * seqs
+    return build_dynamic_sd_schedule_lookup(schedule, seqs, most)
+
+
 def verification_rows(vllm_config: VllmConfig) -> int:
-    """Most rows of logits that one step can have: the widest batch of trees that the token budget admits."""
-    return min(max(_rows_by_batch(vllm_config)), vllm_config.scheduler_config.max_num_batched_tokens)
-
-
-def _rows_by_batch(vllm_config: VllmConfig) -> list[int]:
-    """Rows of a batch in which every request verifies a tree, by the number of requests (0 for none)."""
-    spec, seqs = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_seqs
-    nodes = [spec.num_speculative_tokens] * (seqs + 1)
-    if spec.num_speculative_tokens_per_batch_size:
-        nodes = build_dynamic_sd_schedule_lookup(
-            spec.num_speculative_tokens_per_batch_size, seqs, spec.num_speculative_tokens
-        )
-    return [count * (nodes[count] + 1) for count in range(seqs + 1)]
+    """Most rows of logits in a step: the trees of a batch, and one row of each request that joins it."""
+    scheduler = vllm_config.scheduler_config
+    seqs = scheduler.max_num_seqs
+    nodes = nodes_by_batch(vllm_config.speculative_config, seqs)
+    rows = max(count * (nodes[count] + 1) + seqs - count for count in range(1, seqs + 1))
+    return min(rows, scheduler.max_num_batched_tokens)
 
 
 def check_engine_config(vllm_config: VllmConfig) -> None:
@@ -159,27 +166,30 @@ def check_engine_config(vllm_config: VllmConfig) -> None:
     problems = checks.resolved_problems(vllm_config, options)
     if problems:
         raise checks.refusal(problems)
-    config, rows = vllm_config.speculative_config, _rows_by_batch(vllm_config)
-    slots, budget = config.max_num_new_slots_for_drafting, vllm_config.scheduler_config.max_num_batched_tokens
+    config, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
+    nodes = nodes_by_batch(config, scheduler.max_num_seqs)
+    room = [
+        count * (nodes[count] + 1 + config.max_num_new_slots_for_drafting) <= scheduler.max_num_batched_tokens
+        for count in range(1, scheduler.max_num_seqs + 1)
+    ]
     logger.info(
         "ddtree: drafter %s, horizon %d, nodes per request %s, depth <= %d; up to %d requests in a step. "
         "Read the accepted length, not the acceptance rate: most nodes are alternatives.",
         config.draft_model_config.model,
         drafter_horizon(config),
-        _schedule(rows),
+        _schedule(nodes[1:]),
         options.max_depth,
-        max(count for count, needed in enumerate(rows) if needed + count * slots <= budget),
+        [*room, False].index(False),
     )
 
 
-def _schedule(rows: list[int]) -> str:
-    """Nodes by batch size in words, such as "64 (1-2 requests), 32 (3-8)"."""
-    nodes = [needed // count - 1 for count, needed in enumerate(rows) if count]
+def _schedule(nodes: list[int]) -> str:
+    """Nodes by batch size from 1 in words, such as "64 (1-2 requests), 32 (3-8 requests)"."""
     parts, first = [], 1
-    for count, here in enumerate(nodes, start=1):
-        if count == len(nodes) or nodes[count] != here:
-            parts.append(f"{here} ({first}-{count} requests)" if count > first else f"{here} ({count})")
-            first = count + 1
+    for here, group in itertools.groupby(nodes):
+        last = first + len(list(group)) - 1
+        parts.append(f"{here} ({first}-{last} requests)" if last > first else f"{here} ({first})")
+        first = last + 1
     return ", ".join(parts)
 
 
@@ -190,31 +200,25 @@ def _set_worker(engine_args: Any, parallel_config: Any) -> None:
     parallel_config.worker_cls = ours
 
 
-def _set_graph_sizes(
-    engine_args: Any,
-    max_model_len: int,
-    num_nodes: int,
-    tiers: list[tuple[int, int, int]] | None = None,
-) -> None:
-    """Cover whole batches of width nodes + 1 with FULL graphs, unless the user chose sizes.
+def _set_graph_sizes(engine_args: Any, nodes: list[int], horizon: int, max_model_len: int) -> None:
+    """Cover whole batches of trees and of the drafter's blocks with FULL graphs, unless the user chose sizes.
 
-    Sizes that no batch reaches are left out: to capture one, vLLM makes up requests longer than the model's.
-    tiers: (first batch size, last, nodes), vLLM's num_speculative_tokens_per_batch_size. A batch has its own
-    tier's nodes or, while it shrinks, fewer: each width is covered up to the end of its tier.
+    A batch has the nodes of its size or, for a step after it shrank, of a larger one: each width is covered
+    up to the largest batch that has it. Sizes that no batch reaches are left out: to capture one, vLLM makes
+    up requests longer than the model's. ``nodes`` by number of requests, as ``nodes_by_batch`` returns them.
     """
     compilation = copy.deepcopy(engine_args.compilation_config)
     chosen = compilation.cudagraph_capture_sizes or engine_args.cudagraph_capture_sizes
     if chosen is not None:
         return
-    seqs = engine_args.max_num_seqs or _GRAPH_BATCHES[-1]
-    tiers = tiers or [(1, seqs, num_nodes)]
-    last = max(first for first, _, _ in tiers)  # which vLLM carries on to every larger batch
-    whole = {
-        n * (min(nodes, num_nodes) + 1)
-        for first, end, nodes in tiers
-        for n in _GRAPH_BATCHES
-        if n <= seqs and (n <= end or first == last)
-    }
-    sizes = {*_PIECEWISE_SIZES, *whole}
-    compilation.cudagraph_capture_sizes = sorted(size for size in sizes if size <= seqs * max_model_len)
+    seqs = len(nodes) - 1
+    widest = {nodes[count] + 1: count for count in range(1, seqs + 1)} | {horizon + 1: seqs}
+    whole = {n * width for width, most in widest.items() for n in (*_GRAPH_BATCHES, most) if n <= most}
+    limit = min(
+        (engine_args.max_num_seqs or sys.maxsize) * max_model_len,
+        engine_args.max_cudagraph_capture_size or compilation.max_cudagraph_capture_size or sys.maxsize,
+    )
+    compilation.cudagraph_capture_sizes = sorted(n for n in {*_PIECEWISE_SIZES, *whole} if n <= limit)
+    # In the list now; vLLM accepts it beside a list only where both say the same.
+    engine_args.max_cudagraph_capture_size = compilation.max_cudagraph_capture_size = None
     engine_args.compilation_config = compilation
