@@ -216,10 +216,10 @@ class Answers:
         self.wrong: list[Any] = []
 
     def compare(self, which: int, length: int, tokens: list[int], **where: Any) -> str:
-        """``compared``, ``near tie`` or ``wrong``."""
+        """``equal``, ``near tie`` or ``wrong``."""
         right, gaps = self.expected[which]["tokens"][:length], self.expected[which]["gaps"]
         if tokens == right:
-            return "compared"
+            return "equal"
         at = next((i for i, (a, b) in enumerate(zip(tokens, right, strict=False)) if a != b), None)
         if len(tokens) == len(right) and at is not None and gaps[at] < self.noise:
             return "near tie"

@@ -109,9 +109,8 @@ def create_tree_config(
     if current_platform.is_cuda():
         engine_args.attention_config = copy.copy(engine_args.attention_config)
         engine_args.attention_config.backend = AttentionBackendEnum.CUSTOM
-        nodes = nodes_by_batch(
-            config, min(engine_args.max_num_seqs or _GRAPH_BATCHES[-1], _GRAPH_BATCHES[-1])
-        )
+        seqs = min(engine_args.max_num_seqs or _GRAPH_BATCHES[-1], _GRAPH_BATCHES[-1])
+        nodes = nodes_by_batch(config, seqs) if scheduled else [options.num_nodes] * (seqs + 1)
         _set_graph_sizes(engine_args, nodes, horizon, target_model_config.max_model_len)
     return config
 
