@@ -46,6 +46,20 @@ def free_blocks(llm: LLM) -> tuple[int, int]:
     return pool.get_num_free_blocks(), pool.num_gpu_blocks - 1
 
 
+def watch_widths(llm: LLM) -> dict[int, set[int]]:
+    """Drafts per request by number of requests, filled from now on as the engine steps."""
+    widths: dict[int, set[int]] = {}
+    prepare = runner(llm).prepare_attn
+
+    def watched(batch: Any) -> Any:
+        if batch.num_draft_tokens:
+            widths.setdefault(batch.num_reqs, set()).add(batch.num_draft_tokens // batch.num_reqs)
+        return prepare(batch)
+
+    runner(llm).prepare_attn = watched
+    return widths
+
+
 def target_rows(llm: LLM, blocks: list[int], count: int) -> dict[str, torch.Tensor]:
     """The first ``count`` cache rows behind a block table, in every layer of the target: [count, heads, K|V].
 

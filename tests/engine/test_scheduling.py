@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from engines import accepted_length, engine, generate, greedy, prompts, runner, tree
+from driving import watch_widths
+from engines import accepted_length, engine, generate, greedy, prompts, tree
 from oracle import oracle
 from vllm import SamplingParams
 
@@ -94,16 +95,7 @@ def test_fewer_nodes_as_requests_grow(tiny, speculative, expected):
     with engine(tiny, **room) as llm:
         plain = generate(llm, asked, greedy(TOKENS))
     with engine(tiny, speculative, **room) as llm:
-        widths = {}
-        prepare = runner(llm).prepare_attn
-
-        def watched(batch):
-            if batch.num_draft_tokens:
-                drafts = batch.num_draft_tokens // batch.num_reqs
-                widths.setdefault(batch.num_reqs, set()).add(drafts)
-            return prepare(batch)
-
-        runner(llm).prepare_attn = watched
+        widths = watch_widths(llm)
         with oracle([prompt + text for prompt, text in zip(asked, plain, strict=True)]):
             for count in batches:
                 assert generate(llm, asked[:count], greedy(TOKENS)) == plain[:count]

@@ -6,7 +6,8 @@ import json
 
 import pytest
 import torch
-from engines import accepted_length, engine, generate, greedy, runner, tree
+from driving import watch_widths
+from engines import accepted_length, engine, generate, greedy, tree
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -56,15 +57,7 @@ def plain(real):
 def test_fewer_nodes_as_requests_grow(real, plain):
     tiers = [(1, 1, 64), (2, 3, 16), (4, 4, 6)]
     with engine(real, tree(64, num_speculative_tokens_per_batch_size=tiers), **GRAPHS) as llm:
-        widths = {}
-        prepare = runner(llm).prepare_attn
-
-        def watched(batch):
-            if batch.num_draft_tokens:
-                widths.setdefault(batch.num_reqs, set()).add(batch.num_draft_tokens // batch.num_reqs)
-            return prepare(batch)
-
-        runner(llm).prepare_attn = watched
+        widths = watch_widths(llm)
         for count in (4, 3, 2, 1):
             assert generate(llm, PROMPTS[:count], greedy(TOKENS)) == plain[0][:count]
         assert accepted_length(llm) > 1.5
