@@ -36,6 +36,8 @@ os.environ.update(
 
 import pytest
 
+pytest.register_assert_rewrite("driving", "servers")  # they assert, too
+
 if os.environ.get("DDTREE_TEST_GPU"):
     collect_ignore = ["engine/test_cpu_mode.py"]  # about the CPU mode's own kernels
 ROOT = Path(__file__).parent.parent

