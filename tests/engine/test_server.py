@@ -145,27 +145,13 @@ def test_adapters_come_and_go_while_others_are_served(ours, adapters, expected):
 
 def test_json_and_tool_calls(ours, expected):
     assert json.loads(expected["json"]).keys() == {"way", "steps"}
-    tool = {"type": "function", "function": {"name": "walk", "parameters": SCHEMA}}
     common = {"messages": MESSAGES, "temperature": 0, "max_tokens": 60}
     wanted = {"type": "json_schema", "json_schema": {"name": "walk", "schema": SCHEMA}}
-    call = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "walk"}}}
-
-    def message(**body):
-        reply = ours.post("/v1/chat/completions", **common, **body)
-        assert reply.status_code == 200, reply.text
-        return reply.json()["choices"][0]["message"]
-
-    assert message(response_format=wanted)["content"] == expected["json"]
-    (called,) = message(**call)["tool_calls"]
-    assert called["function"] == {"name": "walk", "arguments": expected["json"]}
-    arguments = ""
-    with ours.http.stream("POST", "/v1/chat/completions", json=common | call | {"stream": True}) as reply:
-        for line in reply.iter_lines():
-            if line.startswith("data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    for part in choice["delta"].get("tool_calls") or ():
-                        arguments += part["function"].get("arguments") or ""
-    assert arguments == expected["json"]
+    call = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "walk"}}}
+    _, answer = ours.chat(**common, response_format=wanted)
+    assert answer.content == expected["json"]
+    _, answer = ours.chat(**common, **call)
+    assert answer.calls == ours.stream(**common, **call).calls == [("walk", expected["json"])]
 
 
 def all_at_once(running, bodies):
