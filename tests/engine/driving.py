@@ -40,6 +40,11 @@ def drive(
     return last
 
 
+def named(request_id: str) -> str:
+    """The name a request was added under; vLLM appends a random suffix to it."""
+    return request_id.split("-")[0]
+
+
 def free_blocks(llm: LLM) -> tuple[int, int]:
     """(free, all) KV blocks; the null block counts in neither."""
     pool = scheduler(llm).kv_cache_manager.block_pool

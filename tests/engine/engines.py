@@ -68,9 +68,14 @@ def generate(llm: LLM, prompts: list[Any], params: Any) -> list[list[int]]:
     return [list(choice.token_ids) for output in outputs for choice in output.outputs]
 
 
+def counters(llm: LLM) -> dict[str, float]:
+    """Those of vLLM's metrics that are one number, by name."""
+    return {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+
+
 def accepted_length(llm: LLM) -> float:
     """Mean tokens per verification step since the engine started, the bonus counted."""
-    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    values = counters(llm)
     drafts = values["vllm:spec_decode_num_drafts"]
     return 1 + values["vllm:spec_decode_num_accepted_tokens"] / drafts
 

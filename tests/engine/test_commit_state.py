@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from driving import VLLM_0_32, drive, free_blocks, runner, scheduler, target_rows
+from driving import VLLM_0_32, drive, free_blocks, named, runner, scheduler, target_rows
 from engines import engine, generate, greedy, prompts, tree
 from oracle import oracle
 from transformers import AutoModelForCausalLM
@@ -48,11 +48,6 @@ def texts(outputs):
     return [list(outputs[str(i)].outputs[0].token_ids) for i in range(len(outputs))]
 
 
-def named(request):
-    """The name a request was added under; vLLM appends a random suffix to it."""
-    return request.request_id.split("-")[0]
-
-
 def plain_rows(target, text):
     """Keys and values of a text by transformers, one [tokens, heads, K|V] per layer."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
@@ -85,7 +80,7 @@ def test_rows_after_every_step_are_those_of_a_fresh_prefill(tiny, case, ours):
     def look(_step):
         work = runner(ours)
         for request in scheduler(ours).running:
-            count, name = request.num_computed_tokens, named(request)
+            count, name = request.num_computed_tokens, named(request.request_id)
             assert count == request.num_tokens - 1
             index = work.req_states.req_id_to_index[request.request_id]
             assert int(work.req_states.num_computed_tokens.gpu[index]) == count
@@ -125,7 +120,7 @@ def watch_ends(ends):
         # Tokens of the last accepted path that lie after the stop: their rows were computed, nothing else.
         dropped = before + count - request.num_output_tokens
         blocks = self.kv_cache_manager.get_block_ids(request.request_id)[0]
-        ends[named(request)] = {
+        ends[named(request.request_id)] = {
             "output": request.num_output_tokens,
             "computed": request.num_computed_tokens - (dropped if VLLM_0_32 else 0),
             "dropped": dropped,

@@ -6,8 +6,8 @@ import itertools
 from unittest import mock
 
 import pytest
-from driving import VLLM_0_32, drive, runner, scheduler
-from engines import engine, greedy, prompts, tree
+from driving import VLLM_0_32, drive, named, runner, scheduler
+from engines import counters, engine, greedy, prompts, tree
 from oracle import oracle
 from tiny_models import BLOCK, MASK
 
@@ -22,15 +22,6 @@ SETTINGS = {"async_scheduling": False, "block_size": SIZE, "num_gpu_blocks_overr
 def llm(tiny):
     with engine(tiny, tree(24), **SETTINGS) as made:
         yield made
-
-
-def named(text: str) -> str:
-    """The name a request was added under; vLLM appends a random suffix to it."""
-    return text.split("-")[0]
-
-
-def counters(llm) -> dict[str, float]:
-    return {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
 
 
 def test_the_input_block_is_the_anchor_and_masks_behind_the_context(llm):

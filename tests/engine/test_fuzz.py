@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from driving import free_blocks, scheduler
-from engines import engine, prompts, tree
+from engines import counters, engine, prompts, tree
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from oracle import oracle
@@ -262,7 +262,3 @@ def test_preemption_and_prefix_hits_really_happen(engines, tiny):
             before = counters(llm)[name]
             compare(asked, play(llm, asked, aborts=False), theirs)
             assert counters(llm)[name] > before, name
-
-
-def counters(llm) -> dict[str, float]:
-    return {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from driving import watch_widths
-from engines import accepted_length, engine, generate, greedy, prompts, tree
+from engines import accepted_length, counters, engine, generate, greedy, prompts, tree
 from oracle import oracle
 from vllm import SamplingParams
 
@@ -37,8 +37,7 @@ def test_text_is_unchanged(tiny, plain, case):
     with engine(tiny, tree(33), **CASES[case]) as llm:
         assert generate(llm, long_prompts(), greedy(TOKENS)) == plain
         if case == "preemption":
-            values = {m.name: getattr(m, "value", 0) for m in llm.get_metrics()}
-            assert values["vllm:num_preemptions"] > 0
+            assert counters(llm)["vllm:num_preemptions"] > 0
 
 
 def test_prefix_cache_hit_gives_the_same_text(tiny):
@@ -46,9 +45,8 @@ def test_prefix_cache_hit_gives_the_same_text(tiny):
     with engine(tiny, tree(33), block_size=32) as llm:
         first = generate(llm, [asked], greedy(TOKENS))
         again = generate(llm, [asked], greedy(TOKENS))
-        values = {m.name: getattr(m, "value", 0) for m in llm.get_metrics()}
+        assert counters(llm)["vllm:prefix_cache_hits"] > 0
     assert again == first
-    assert values["vllm:prefix_cache_hits"] > 0
 
 
 @pytest.mark.parametrize("nodes", [16])
@@ -123,7 +121,7 @@ def graph_sizes(nodes, max_model_len=4096, **settings):
     [
         (None, 9),
         (None, 30),
-        ([(1, 2, 64), (3, 4, 32), (5, 8, 16), (9, 64, 8)], 64),
+        ([(1, 1, 64), (2, 4, 32), (5, 8, 16), (9, 64, 8)], 64),
         ([(1, 11, 64), (12, 32, 4)], 32),
         ([(1, 16, 32), (32, 64, 4)], 50),
         ([(1, 4, 6), (5, 9, 20)], 9),
