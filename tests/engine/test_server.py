@@ -37,7 +37,13 @@ CALL = r"walk\(way='(up|down)', steps=(1|22|333)\)"
 CALLS = rf"\[{CALL}, {CALL}\]"
 ADAPTERS = ("first", "second")
 # As in test_lora.py: a slot more than adapters; the server unloads a name, the engine keeps its adapter.
-SETTINGS = {"max_loras": 5, "max_lora_rank": 8, "max_num_seqs": 6, "max_num_batched_tokens": 1024}
+SETTINGS = {
+    "max_loras": 5,
+    "max_lora_rank": 8,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 1024,
+    "max_model_len": 2048,  # for ENDLESS answers
+}
 if GPU:  # vLLM's LoRA kernels for GPUs take 16-bit types only
     SETTINGS["dtype"] = "float16"
 
