@@ -35,6 +35,8 @@ from typing import Any
 
 import psutil
 
+from vllm_ddtree.options import DEFAULT_NODES
+
 ROOT = Path(__file__).parent.parent
 sys.path += [str(ROOT / "tests"), str(ROOT / "scripts")]
 GPU = shutil.which("nvidia-smi") is not None
@@ -75,7 +77,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--target", help="folder of the target; default: tiny random models")
     parser.add_argument("--drafter", help="folder of its DFlash drafter")
-    parser.add_argument("--nodes", type=int, default=16)
+    parser.add_argument("--nodes", type=int, default=16, help="0: the default schedule")
     parser.add_argument("--method", choices=("ddtree", "dflash", "none"), default="ddtree")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--max-model-len", type=int, default=256)
@@ -108,7 +110,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         "enforce_eager": args.eager,
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
-        "max_num_batched_tokens": max(512, args.max_num_seqs * (2 * args.nodes + 1)),
+        "max_num_batched_tokens": max(512, args.max_num_seqs * (2 * (args.nodes or DEFAULT_NODES) + 1)),
         "num_gpu_blocks_override": args.blocks,
         "block_size": args.block_size,
         "disable_log_stats": False,
@@ -121,8 +123,8 @@ def speculative(args: argparse.Namespace) -> dict[str, Any] | None:
     """The speculative config; the other methods are there to compare memory with."""
     if args.method == "none":
         return None
-    tokens = args.nodes if args.method == "ddtree" else min(args.nodes, 7)
-    return {"method": args.method, "model": args.drafter, "num_speculative_tokens": tokens}
+    tokens = args.nodes if args.method == "ddtree" else min(args.nodes or DEFAULT_NODES, 7)
+    return {"method": args.method, "model": args.drafter, "num_speculative_tokens": tokens or None}
 
 
 def make_prompts(args: argparse.Namespace) -> list[list[int]]:
@@ -243,7 +245,7 @@ def load(args: argparse.Namespace, number: int, prompts: list[list[int]]) -> dic
 
 
 def offline(args: argparse.Namespace) -> dict[str, Any]:
-    """Steps of one engine in this process with random arrivals and aborts."""
+    """Steps of one engine in this process: random arrivals and aborts, now few requests at once, now many."""
     from vllm import LLM, SamplingParams
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -252,12 +254,14 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
     llm = LLM(args.target, speculative_config=speculative(args), **engine_settings(args))
     work, process = llm.llm_engine, psutil.Process()
     running: dict[str, dict[str, Any]] = {}
-    counts, samples, steps, sent = Counter(), [], 0, 0
+    counts, samples, steps, sent, most = Counter(), [], 0, 0, 0
     watch = Watch(args) if args.heap else None
     begun = time.monotonic()
     while True:
         late = bool(args.seconds) and time.monotonic() - begun > args.seconds
-        if not late and steps < args.steps and len(running) < args.max_num_seqs + 4 and draw.random() < 0.5:
+        if steps % 100 == 0:
+            most = draw.randint(1, args.max_num_seqs + 4)
+        if not late and steps < args.steps and len(running) < most and draw.random() < 0.5:
             asked = load(args, sent, prompts)
             running[str(sent)] = asked | {"since": steps}
             prompt = {"prompt_token_ids": asked["prompt"]}
@@ -420,7 +424,9 @@ class Clients:
 
         self.args, self.checked = args, checked
         self.draw, self.prompts = random.Random(args.seed + 2), make_prompts(args)
-        self.http = httpx.AsyncClient(base_url=base, timeout=900)
+        # Server and client both drop an idle connection after 5 s: reused just then, it fails.
+        fresh = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.AsyncClient(base_url=base, timeout=900, limits=fresh)
         self.counts: Counter[str] = Counter()
         self.failed: list[str] = []
 
