@@ -102,8 +102,8 @@ def test_options_are_split_from_vllms_keys():
 @pytest.mark.parametrize(
     ("given", "nodes", "tiers"),
     [
-        ({}, 64, [[1, 2, 64], [3, 4, 32], [5, 8, 16], [9, 64, 8]]),
-        ({"num_speculative_tokens": None}, 64, [[1, 2, 64], [3, 4, 32], [5, 8, 16], [9, 64, 8]]),
+        ({}, 64, [[1, 1, 64], [2, 4, 32], [5, 8, 16], [9, 64, 8]]),
+        ({"num_speculative_tokens": None}, 64, [[1, 1, 64], [2, 4, 32], [5, 8, 16], [9, 64, 8]]),
         ({"num_speculative_tokens": 48}, 48, None),
         ({options.TIERS: [(1, 3, 200), (4, 9, 0)]}, 200, [(1, 3, 200), (4, 9, 0)]),
         ({options.TIERS: [(1, 3, 200)], "num_speculative_tokens": 99}, 99, [(1, 3, 200)]),
