@@ -8,7 +8,8 @@
 
 The greedy answers that survivors must get come from an engine without speculation, in a process of its own.
 Where rounding depends on the batch (a GPU, 16-bit types), an answer may part from them at a near tie of
-the two best tokens; such answers are counted apart.
+the two best tokens; such answers are counted apart, and an engine without speculation reads each of them
+afterwards: every token must be the best after those before it, but for the noise.
 Writes a JSON report; exit status 1 when a check failed.
 """
 
@@ -216,6 +217,7 @@ class Answers:
         self.expected = expected
         self.noise = NOISE[args.dtype] if GPU or args.dtype != "float32" else 0.0
         self.wrong: list[Any] = []
+        self.parted: set[tuple[int, tuple[int, ...]]] = set()
 
     def compare(self, which: int, length: int, tokens: list[int], **where: Any) -> str:
         """``equal``, ``near tie`` or ``wrong``."""
@@ -224,6 +226,7 @@ class Answers:
             return "equal"
         at = next((i for i, (a, b) in enumerate(zip(tokens, right, strict=False)) if a != b), None)
         if len(tokens) == len(right) and at is not None and gaps[at] < self.noise:
+            self.parted.add((which, tuple(tokens)))
             return "near tie"
         gap = None if at is None else gaps[at]
         self.wrong.append({"prompt": which, "length": length, "at": at, "gap": gap, "got": tokens} | where)
@@ -303,12 +306,36 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
         "seconds": round(time.monotonic() - begun),
         "requests": {"sent": sent, **counts},
         "wrong_text": checked.wrong,
+        "parted": sorted(checked.parted),
         "accepted_length": accepted_length(values, ""),
         "kv_blocks_in_use_at_end": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         "preemptions": values.get("vllm:num_preemptions", 0),
         "memory": growth(samples),
         **({"heap": watch.report()} if watch else {}),
     }
+
+
+def judge(args: argparse.Namespace) -> dict[str, Any]:
+    """How far each token of the answers that parted is from the best, by an engine without speculation."""
+    from check_gpu import NOISE
+    from vllm import LLM, SamplingParams
+
+    parted = json.loads(Path(os.environ["SOAK_PARTED"]).read_text())
+    prompts = make_prompts(args)
+    llm = LLM(args.target, **engine_settings(args))
+    asked = [{"prompt_token_ids": prompts[which] + tokens} for which, tokens in parted]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    worst, wrong = 0.0, []
+    for (which, tokens), output in zip(parted, llm.generate(asked, params, use_tqdm=False), strict=True):
+        rows = output.prompt_logprobs[len(prompts[which]) :]
+        gaps = [
+            max(entry.logprob for entry in row.values()) - row[token].logprob
+            for token, row in zip(tokens, rows, strict=True)
+        ]
+        worst = max(worst, *gaps)
+        if max(gaps) >= NOISE[args.dtype]:
+            wrong.append({"prompt": which, "got": tokens, "at": gaps.index(max(gaps)), "gap": max(gaps)})
+    return {"answers": len(parted), "largest_gap": round(worst, 3), "wrong": wrong}
 
 
 class Watch:
@@ -372,7 +399,12 @@ def restarts(args: argparse.Namespace) -> dict[str, Any]:
                 "threads": process.num_threads(),
             }
         )
-    return {"mode": "restarts", "engines": rows, "wrong_text": checked.wrong}
+    return {
+        "mode": "restarts",
+        "engines": rows,
+        "wrong_text": checked.wrong,
+        "parted": sorted(checked.parted),
+    }
 
 
 def inside(args: argparse.Namespace, part: str, environment: dict[str, str]) -> Any:
@@ -547,6 +579,7 @@ def serve(args: argparse.Namespace, checked: Answers) -> dict[str, Any]:
             "seconds": round(seconds),
             "requests": dict(clients.counts),
             "wrong_text": checked.wrong,
+            "parted": sorted(checked.parted),
             "failed": clients.failed,
             "left_at_end": left,
             "preemptions": idle.get("vllm:num_preemptions_total", 0),
@@ -569,7 +602,7 @@ def main() -> int:
     args = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if args.inside:
-        part = {"answers": answers, "offline": offline, "restarts": restarts}[args.inside]
+        part = {"answers": answers, "offline": offline, "restarts": restarts, "judge": judge}[args.inside]
         Path(args.output).write_text(json.dumps(part(args)))
         return 0
     with tempfile.TemporaryDirectory() as folder:
@@ -589,6 +622,11 @@ def main() -> int:
             report = inside(args, "offline", known)
         else:
             report = serve(args, Answers(args, expected))
+        if parted := report.pop("parted", None):
+            listed = Path(folder) / "parted.json"
+            listed.write_text(json.dumps(parted))
+            report["near_ties_read_again"] = inside(args, "judge", {"SOAK_PARTED": str(listed)})
+            report["wrong_text"] += report["near_ties_read_again"].pop("wrong")
     report["command"] = "python scripts/soak.py " + " ".join(sys.argv[1:])
     report["machine"] = {"cores": os.cpu_count(), "gpu": GPU}
     report["good"] = good(report)
