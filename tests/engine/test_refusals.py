@@ -11,7 +11,8 @@ import torch
 from driving import VLLM_0_32
 from engines import GPU, SETTINGS, tree
 from tiny_models import make_drafter, make_target
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_ddtree.engine import checks
 from vllm_ddtree.engine.config import tree_options
@@ -92,6 +93,19 @@ def test_vllms_short_flags(tiny):
     )
     plain = EngineArgs(model=tiny[0], **(ARGS | short | {"spec_method": "dflash", "spec_tokens": 7}))
     assert tree_options(plain.create_engine_config()) is None
+
+
+def test_the_command_line_knows_the_method(tiny):
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    short = ["--spec-model", tiny[1], "--spec-tokens", "24"]
+    args = AsyncEngineArgs.from_cli_args(
+        parser.parse_args(["--model", tiny[0], "--spec-method", "ddtree", *short])
+    )
+    vars(args).update(ARGS)
+    assert tree_options(args.create_engine_config()).num_nodes == 24
+    assert parser.parse_args(["--spec-method", "dflash"]).spec_method == "dflash"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--spec-method", "ddtre"])
 
 
 @not_on_one_gpu

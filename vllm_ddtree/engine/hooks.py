@@ -34,6 +34,18 @@ class Hook:
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+def _wrap_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add_cli_args(parser: Any) -> Any:
+        parser = original(parser)
+        for action in parser._actions:
+            if "--spec-method" in action.option_strings and action.choices is not None:
+                action.choices = [*action.choices, METHOD]
+        return parser
+
+    return add_cli_args
+
+
 def _wrap_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def create_speculative_config(
@@ -118,6 +130,14 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "vllm.engine.arg_utils",
         "EngineArgs",
+        "add_cli_args",
+        ("parser",),
+        "--spec-method takes the names in a Literal only",
+        _wrap_cli_args,
+    ),
+    Hook(
+        "vllm.engine.arg_utils",
+        "EngineArgs",
         "create_speculative_config",
         ("self", "target_model_config", "target_parallel_config"),
         "turns method=ddtree into a dflash config plus our worker class and attention backend",
@@ -185,7 +205,8 @@ def install() -> None:
         assert original is not None
         wrapped = hook.wrap(original)
         setattr(wrapped, _INSTALLED, True)
-        setattr(owner, hook.method, wrapped)
+        static = isinstance(inspect.getattr_static(owner, hook.method), staticmethod)
+        setattr(owner, hook.method, staticmethod(wrapped) if static else wrapped)
 
 
 def raise_problems() -> None:
