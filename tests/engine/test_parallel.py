@@ -8,7 +8,7 @@ from engines import GPU, engine, generate, greedy, prompts, tree
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "eager", [True, pytest.param(False, marks=pytest.mark.skipif(not GPU, reason="graphs"))]
+    "eager", [True, pytest.param(False, marks=pytest.mark.skipif(not GPU, reason="graphs need a GPU"))]
 )
 def test_two_ranks(tiny, monkeypatch, eager):
     asked = prompts(3, seed=5)
