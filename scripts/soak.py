@@ -124,7 +124,7 @@ def speculative(args: argparse.Namespace) -> dict[str, Any] | None:
     """The speculative config; the other methods are there to compare memory with."""
     if args.method == "none":
         return None
-    tokens = args.nodes if args.method == "ddtree" else min(args.nodes or DEFAULT_NODES, 7)
+    tokens = args.nodes if args.method == "ddtree" else min(args.nodes or 7, 7)
     return {"method": args.method, "model": args.drafter, "num_speculative_tokens": tokens or None}
 
 
@@ -208,14 +208,18 @@ def answers(args: argparse.Namespace) -> list[dict[str, list[Any]]]:
     return found
 
 
+def noise(args: argparse.Namespace) -> float:
+    """Log units by which rounding may move a token from the best; 0 where it does not depend on the batch."""
+    from check_gpu import NOISE
+
+    return NOISE[args.dtype] if GPU or args.dtype != "float32" else 0.0
+
+
 class Answers:
     """Compares what was said with the text without speculation."""
 
     def __init__(self, args: argparse.Namespace, expected: list[dict[str, list[Any]]]) -> None:
-        from check_gpu import NOISE
-
-        self.expected = expected
-        self.noise = NOISE[args.dtype] if GPU or args.dtype != "float32" else 0.0
+        self.expected, self.noise = expected, noise(args)
         self.wrong: list[Any] = []
         self.parted: set[tuple[int, tuple[int, ...]]] = set()
 
@@ -231,6 +235,10 @@ class Answers:
         gap = None if at is None else gaps[at]
         self.wrong.append({"prompt": which, "length": length, "at": at, "gap": gap, "got": tokens} | where)
         return "wrong"
+
+    def report(self) -> dict[str, list[Any]]:
+        """What was wrong, and which answers parted at a near tie."""
+        return {"wrong_text": self.wrong, "parted": sorted(self.parted)}
 
 
 def load(args: argparse.Namespace, number: int, prompts: list[list[int]]) -> dict[str, Any]:
@@ -305,8 +313,7 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
         "steps": steps,
         "seconds": round(time.monotonic() - begun),
         "requests": {"sent": sent, **counts},
-        "wrong_text": checked.wrong,
-        "parted": sorted(checked.parted),
+        **checked.report(),
         "accepted_length": accepted_length(values, ""),
         "kv_blocks_in_use_at_end": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         "preemptions": values.get("vllm:num_preemptions", 0),
@@ -317,7 +324,6 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
 
 def judge(args: argparse.Namespace) -> dict[str, Any]:
     """How far each token of the answers that parted is from the best, by an engine without speculation."""
-    from check_gpu import NOISE
     from vllm import LLM, SamplingParams
 
     parted = json.loads(Path(os.environ["SOAK_PARTED"]).read_text())
@@ -333,7 +339,7 @@ def judge(args: argparse.Namespace) -> dict[str, Any]:
             for token, row in zip(tokens, rows, strict=True)
         ]
         worst = max(worst, *gaps)
-        if max(gaps) >= NOISE[args.dtype]:
+        if max(gaps) >= noise(args):
             wrong.append({"prompt": which, "got": tokens, "at": gaps.index(max(gaps)), "gap": max(gaps)})
     return {"answers": len(parted), "largest_gap": round(worst, 3), "wrong": wrong}
 
@@ -399,12 +405,7 @@ def restarts(args: argparse.Namespace) -> dict[str, Any]:
                 "threads": process.num_threads(),
             }
         )
-    return {
-        "mode": "restarts",
-        "engines": rows,
-        "wrong_text": checked.wrong,
-        "parted": sorted(checked.parted),
-    }
+    return {"mode": "restarts", "engines": rows, **checked.report()}
 
 
 def inside(args: argparse.Namespace, part: str, environment: dict[str, str]) -> Any:
@@ -578,8 +579,7 @@ def serve(args: argparse.Namespace, checked: Answers) -> dict[str, Any]:
             "steps": int(idle.get("vllm:iteration_tokens_total_count", 0)),
             "seconds": round(seconds),
             "requests": dict(clients.counts),
-            "wrong_text": checked.wrong,
-            "parted": sorted(checked.parted),
+            **checked.report(),
             "failed": clients.failed,
             "left_at_end": left,
             "preemptions": idle.get("vllm:num_preemptions_total", 0),

@@ -67,6 +67,11 @@ KEYS: dict[str, str] = {
 }
 
 
+def plain_keys(speculative_config: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a speculative config with ``-`` in its keys read as ``_``."""
+    return {key.replace("-", "_"): value for key, value in speculative_config.items()}
+
+
 def split_options(
     speculative_config: dict[str, Any], scheduled: bool = True
 ) -> tuple[TreeOptions, dict[str, Any]]:
@@ -84,7 +89,7 @@ def split_options(
         ValueError: unknown ``ddtree_*`` key or a value out of range; the text names the key, what was
             found, what is required and, for a misspelt key, the nearest valid one.
     """
-    rest = {key.replace("-", "_"): value for key, value in speculative_config.items()}
+    rest = plain_keys(speculative_config)
     unknown = [key for key in rest if key.startswith(PREFIX) and key not in KEYS]
     if unknown:
         raise ValueError("; ".join(_unknown_key(key) for key in unknown))

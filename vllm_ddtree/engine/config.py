@@ -23,7 +23,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm_ddtree.drafters import find_drafter
 from vllm_ddtree.engine import checks
 from vllm_ddtree.engine.hooks import IS_TREE
-from vllm_ddtree.options import METHOD, TreeOptions, split_options
+from vllm_ddtree.options import METHOD, TreeOptions, plain_keys, split_options
 
 # A child of vLLM's logger, whose handlers and level the user already chose.
 logger = init_logger("vllm.ddtree")
@@ -110,14 +110,14 @@ def create_tree_config(
         engine_args.attention_config = copy.copy(engine_args.attention_config)
         engine_args.attention_config.backend = AttentionBackendEnum.CUSTOM
         seqs = min(engine_args.max_num_seqs or _GRAPH_BATCHES[-1], _GRAPH_BATCHES[-1])
-        nodes = nodes_by_batch(config, seqs) if scheduled else [options.num_nodes] * (seqs + 1)
+        nodes = nodes_by_batch(config, seqs, scheduled)
         _set_graph_sizes(engine_args, nodes, horizon, target_model_config.max_model_len)
     return config
 
 
 def _with_short_flags(engine_args: Any) -> dict[str, Any]:
     """The user's speculative config with vLLM's short flags in it; ValueError where both say one thing."""
-    found = {key.replace("-", "_"): value for key, value in (engine_args.speculative_config or {}).items()}
+    found = plain_keys(engine_args.speculative_config or {})
     for name, key in _SHORT_FLAGS.items():
         value = getattr(engine_args, name)
         if value is not None and key in found:
@@ -141,10 +141,13 @@ def drafter_horizon(config: SpeculativeConfig) -> int:
     return int(config.draft_model_config.hf_config.block_size) - 1
 
 
-def nodes_by_batch(config: SpeculativeConfig, seqs: int) -> list[int]:
-    """Nodes of each request by the number of requests in the step before, up to ``seqs`` (0 for none)."""
+def nodes_by_batch(config: SpeculativeConfig, seqs: int, scheduled: bool = True) -> list[int]:
+    """Nodes of each request by the number of requests in the step before, up to ``seqs`` (0 for none).
+
+    ``scheduled``: False where the config holds a schedule that vLLM is about to drop.
+    """
     most, schedule = config.num_speculative_tokens, config.num_speculative_tokens_per_batch_size
-    if not schedule:
+    if not (scheduled and schedule):
         return [0] + [most] * seqs
     return build_dynamic_sd_schedule_lookup(schedule, seqs, most)
 
