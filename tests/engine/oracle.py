@@ -28,21 +28,21 @@ def oracle(texts: list[list[int]], ranks: Sequence[int] = (2,)) -> Iterator[None
     """
     build = TreeSpeculator._build
 
-    def known(self: Any, num_reqs: int, logits: torch.Tensor) -> None:
-        stride = self.num_query_per_req
-        anchors = self.input_buffers.input_ids[: num_reqs * stride : stride].tolist()
-        positions = self.sample_pos[: num_reqs * self.horizon : self.horizon].tolist()
+    def known(self: Any, first: int, logits: torch.Tensor) -> None:
+        stride, last = self.num_query_per_req, first + logits.shape[0]
+        anchors = self.input_buffers.input_ids[first * stride : last * stride : stride].tolist()
+        positions = self.sample_pos[first * self.horizon : last * self.horizon : self.horizon].tolist()
         logits, vocab = torch.full_like(logits, -30.0), logits.shape[-1]
         for row, (anchor, position) in enumerate(zip(anchors, positions, strict=True)):
             text = next((t for t in texts if position <= len(t) and t[position - 1] == anchor), [])
-            chain = bool(self.store.is_chain[self.sample_idx_mapping[row * self.horizon]])
+            chain = bool(self.store.is_chain[self.sample_idx_mapping[(first + row) * self.horizon]])
             for depth, token in enumerate(text[position : position + logits.shape[1]]):
                 right = 0 if chain else ranks[(position + depth) % len(ranks)]
                 choices = [token + 1, token + 2, token + 3][: max(2, right)]
                 choices.insert(right, token)
                 for rank, choice in enumerate(choices):
                     logits[row, depth, choice % vocab] = -0.5 * (rank + 1)
-        build(self, num_reqs, logits)
+        build(self, first, logits)
 
     with mock.patch.object(TreeSpeculator, "_build", known):
         yield

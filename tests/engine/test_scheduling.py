@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from driving import watch_widths
 from engines import accepted_length, counters, engine, generate, greedy, prompts, tree
 from oracle import oracle
 from vllm import SamplingParams
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from vllm_ddtree.engine import config
+from vllm_ddtree import step
+from vllm_ddtree.engine import config, graphs
 
 TOKENS = 12
 CASES = {
@@ -92,7 +96,14 @@ def test_fewer_nodes_as_requests_grow(tiny, speculative, expected):
     room = {"max_num_seqs": batches[0], "max_num_batched_tokens": 2048}
     with engine(tiny, **room) as llm:
         plain = generate(llm, asked, greedy(TOKENS))
-    with engine(tiny, speculative, **room) as llm:
+    built = set()
+    build = step.build_trees
+
+    def building(logps, tokens, budgets, *rest):
+        built.update((len(budgets), budget) for budget in budgets.tolist())
+        build(logps, tokens, budgets, *rest)
+
+    with engine(tiny, speculative, **room) as llm, mock.patch.object(step, "build_trees", building):
         widths = watch_widths(llm)
         with oracle([prompt + text for prompt, text in zip(asked, plain, strict=True)]):
             for count in batches:
@@ -101,6 +112,9 @@ def test_fewer_nodes_as_requests_grow(tiny, speculative, expected):
     # For a step after it shrank, a batch has the nodes of the larger one.
     assert widths[batches[0]] == {expected[batches[0]]}, widths
     assert all(nodes in widths[count] for count, nodes in expected.items()), widths
+    # No more nodes are built than are verified.
+    assert all((count, nodes) in built for count, nodes in expected.items())
+    assert all(budget == expected[count] for count, budget in built if count in expected), built
 
 
 def graph_sizes(nodes, max_model_len=4096, **settings):
@@ -112,7 +126,7 @@ def graph_sizes(nodes, max_model_len=4096, **settings):
         max_num_seqs=len(nodes) - 1,
     )
     vars(arguments).update(settings)
-    config._set_graph_sizes(arguments, nodes, 15, max_model_len)
+    graphs.set_sizes(arguments, nodes, 15, max_model_len)
     return arguments, arguments.compilation_config.cudagraph_capture_sizes
 
 
@@ -141,6 +155,67 @@ def test_graphs_cover_every_batch(schedule, seqs):
             assert max(limit[width]) >= count, (count, width)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "seqs"),
+    [
+        (None, 30),
+        ([(1, 1, 64), (2, 4, 32), (5, 8, 16), (9, 64, 8)], 64),
+        ([(1, 1, 64), (2, 4, 32), (5, 8, 16), (9, 64, 8)], 23),
+        ([(1, 4, 6), (5, 9, 20)], 9),
+        ([(1, 4, 20), (5, 9, 0)], 9),
+    ],
+)
+def test_every_batch_finds_a_graph_and_every_graph_a_batch(schedule, seqs):
+    """vLLM's own manager, less what needs a GPU."""
+    spec = SpecDecodeView(64, schedule)
+    nodes = config.nodes_by_batch(spec, seqs)
+    manager = CudaGraphManager.__new__(CudaGraphManager)
+    vars(manager).update(
+        vllm_config=SimpleNamespace(speculative_config=spec, num_speculative_tokens=64, cache_config=NO_SSM),
+        compilation_config=graph_sizes(nodes)[0].compilation_config,
+        cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+        max_num_reqs=seqs,
+        decode_query_len=65,
+        lora_capture_cases=[0],
+        _lora_dispatch_map={},
+        varlen_decode=False,
+        ubatch_runner=None,
+        _candidates={},
+        _capture_descs={},
+        _graphs_captured=True,
+    )
+    manager.compilation_config.max_cudagraph_capture_size = max(
+        manager.compilation_config.cudagraph_capture_sizes
+    )
+    manager._init_candidates()
+    made = set(manager._capture_descs[CUDAGraphMode.FULL])
+    graphs.keep_reachable(manager, nodes)
+    captured = set(manager._capture_descs[CUDAGraphMode.FULL])
+    met = set()
+    for count in range(1, seqs + 1):
+        for width in {1 + most for most in nodes[count:]}:
+            desc = manager.dispatch(count, count * width, width, 0)
+            assert desc.cg_mode == CUDAGraphMode.FULL and desc.uniform_token_count == width, (count, width)
+            assert desc.num_reqs >= count
+            met.add(desc)
+    assert met == captured <= made
+    mixed = manager.dispatch(2, 70, None, 0)
+    assert mixed.cg_mode == CUDAGraphMode.PIECEWISE and mixed.num_tokens >= 70
+
+
+class SpecDecodeView(SimpleNamespace):
+    """What vLLM's graph manager reads of a SpeculativeConfig."""
+
+    def __init__(self, most, schedule):
+        super().__init__(num_speculative_tokens=most, num_speculative_tokens_per_batch_size=schedule)
+
+    def uses_dynamic_speculative_decoding(self):
+        return self.num_speculative_tokens_per_batch_size is not None
+
+
+NO_SSM = SimpleNamespace(use_kda_recoverssm=False)
+
+
 def test_the_users_graph_sizes_stay():
     nodes = [0] + [16] * 8
     arguments, sizes = graph_sizes(nodes, cudagraph_capture_sizes=[1, 5])
@@ -148,36 +223,12 @@ def test_the_users_graph_sizes_stay():
     arguments, sizes = graph_sizes(nodes, max_cudagraph_capture_size=70)
     assert max(sizes) == 68 and arguments.max_cudagraph_capture_size is None
     again = list(sizes)
-    config._set_graph_sizes(arguments, [0] + [64] * 8, 15, 4096)
+    graphs.set_sizes(arguments, [0] + [64] * 8, 15, 4096)
     assert arguments.compilation_config.cudagraph_capture_sizes == again
 
 
 def test_no_graph_is_larger_than_any_batch():
     assert graph_sizes([0, 33], max_model_len=160)[1] == [1, 2, 4, 8, 16, 32, 34, 64, 128]
-
-
-@pytest.mark.parametrize(
-    ("tiers", "budget", "rows"),
-    [
-        (None, 8192, 8 * 65),
-        (None, 300, 300),
-        # Two trees of 64 nodes beside six requests that join.
-        ([(1, 2, 64), (3, 8, 6)], 8192, 2 * 65 + 6),
-        ([(1, 2, 64), (3, 8, 20)], 8192, 8 * 21),
-        ([(1, 4, 64), (5, 8, 0)], 8192, 4 * 65 + 4),
-    ],
-)
-def test_rows_of_a_full_step(tiers, budget, rows):
-    """What memory profiling counts; beyond a tier's end its nodes hold on, as in vLLM's scheduler."""
-    found = config.verification_rows(
-        SimpleNamespace(
-            scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=budget),
-            speculative_config=SimpleNamespace(
-                num_speculative_tokens=64, num_speculative_tokens_per_batch_size=tiers
-            ),
-        )
-    )
-    assert found == rows
 
 
 def test_the_schedule_in_words():

@@ -16,6 +16,7 @@ from vllm import envs
 from vllm.platforms import current_platform
 
 from vllm_ddtree.options import TreeOptions
+from vllm_ddtree.sizes import StepSizes
 
 # Architectures that vLLM serves with another speculator class than DFlashSpeculator.
 _OTHER_SPECULATORS = ("DFlash2DraftModel", "LiLiCorrDraftModel", "XPressDraftModel")
@@ -276,19 +277,16 @@ def _fit_problems(config: dict[str, Any], text: Any, drafter: str) -> list[str]:
     return [f"the drafter {drafter!r} doesn't fit the target: {line}" for line in problems]
 
 
-def resolved_problems(vllm_config: Any, options: TreeOptions) -> list[str]:
+def resolved_problems(vllm_config: Any, options: TreeOptions, sizes: StepSizes) -> list[str]:
     """Problems that need vLLM's resolved defaults: runner version, token budget, model length."""
     problems = []
     width = options.num_nodes + 1
-    scheduler = vllm_config.scheduler_config
     if not vllm_config.use_v2_model_runner:
         problems.append(_needs_v2("vLLM chose the V1 model runner for this configuration"))
-    # One request's verification rows, and the slots vLLM 0.32 sets aside for drafting them.
-    needed = width + vllm_config.speculative_config.max_num_new_slots_for_drafting
-    if scheduler.max_num_batched_tokens < needed:
+    if sizes.scheduled_tokens < width:
         problems.append(
-            f"{options.num_nodes} nodes need max_num_batched_tokens >= {needed} (the tree's rows and the "
-            f"draft slots vLLM reserves), found {scheduler.max_num_batched_tokens}. Raise it or take fewer."
+            f"{options.num_nodes} nodes need max_num_batched_tokens >= {width}, the rows of one tree in a "
+            f"step, found {sizes.scheduled_tokens}. Raise it or take fewer."
         )
     if width >= vllm_config.model_config.max_model_len:
         problems.append(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +20,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_ddtree.drafters import find_drafter
-from vllm_ddtree.engine import checks
+from vllm_ddtree.engine import checks, graphs
 from vllm_ddtree.engine.hooks import IS_TREE
 from vllm_ddtree.options import METHOD, TreeOptions, plain_keys, split_options
+from vllm_ddtree.sizes import StepSizes
 
 # A child of vLLM's logger, whose handlers and level the user already chose.
 logger = init_logger("vllm.ddtree")
@@ -35,9 +35,6 @@ _WORKERS = {
 }
 # EngineArgs' field for each key that has a flag of its own.
 _SHORT_FLAGS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
-# vLLM's own small sizes for PIECEWISE graphs; whole-batch decode graphs need n * (nodes + 1) on top.
-_PIECEWISE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_GRAPH_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 
 
 def create_tree_config(
@@ -109,9 +106,9 @@ def create_tree_config(
     if current_platform.is_cuda():
         engine_args.attention_config = copy.copy(engine_args.attention_config)
         engine_args.attention_config.backend = AttentionBackendEnum.CUSTOM
-        seqs = min(engine_args.max_num_seqs or _GRAPH_BATCHES[-1], _GRAPH_BATCHES[-1])
+        seqs = min(engine_args.max_num_seqs or graphs.MOST_REQUESTS, graphs.MOST_REQUESTS)
         nodes = nodes_by_batch(config, seqs, scheduled)
-        _set_graph_sizes(engine_args, nodes, horizon, target_model_config.max_model_len)
+        graphs.set_sizes(engine_args, nodes, horizon, target_model_config.max_model_len)
     return config
 
 
@@ -152,37 +149,47 @@ def nodes_by_batch(config: SpeculativeConfig, seqs: int, scheduled: bool = True)
     return build_dynamic_sd_schedule_lookup(schedule, seqs, most)
 
 
-def verification_rows(vllm_config: VllmConfig) -> int:
-    """Most rows of logits in a step: the trees of a batch, and one row of each request that joins it."""
-    scheduler = vllm_config.scheduler_config
-    seqs = scheduler.max_num_seqs
-    nodes = nodes_by_batch(vllm_config.speculative_config, seqs)
-    rows = max(count * (nodes[count] + 1) + seqs - count for count in range(1, seqs + 1))
-    return min(rows, scheduler.max_num_batched_tokens)
+def step_sizes(vllm_config: VllmConfig) -> StepSizes:
+    """The sizes of a ddtree engine's steps, from its resolved config."""
+    config, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
+    horizon = drafter_horizon(config)
+    options = tree_options(vllm_config)
+    return StepSizes(
+        nodes=tuple(nodes_by_batch(config, scheduler.max_num_seqs)),
+        horizon=horizon,
+        max_depth=(options and options.max_depth) or horizon,
+        batched_tokens=scheduler.max_num_batched_tokens,
+        scheduled_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
+    )
 
 
 def check_engine_config(vllm_config: VllmConfig) -> None:
     """Check what is only known after vLLM has resolved every default; log the start-up block."""
     options = tree_options(vllm_config)
     assert options is not None
-    problems = checks.resolved_problems(vllm_config, options)
+    sizes = step_sizes(vllm_config)
+    problems = checks.resolved_problems(vllm_config, options, sizes)
     if problems:
         raise checks.refusal(problems)
-    config, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
-    nodes = nodes_by_batch(config, scheduler.max_num_seqs)
-    room = [
-        count * (nodes[count] + 1 + config.max_num_new_slots_for_drafting) <= scheduler.max_num_batched_tokens
-        for count in range(1, scheduler.max_num_seqs + 1)
-    ]
     logger.info(
         "ddtree: drafter %s, horizon %d, nodes per request %s, depth <= %d; up to %d requests in a step. "
         "Read the accepted length, not the acceptance rate: most nodes are alternatives.",
-        config.draft_model_config.model,
-        drafter_horizon(config),
-        _schedule(nodes[1:]),
+        vllm_config.speculative_config.draft_model_config.model,
+        sizes.horizon,
+        _schedule(list(sizes.nodes[1:])),
         options.max_depth,
-        [*room, False].index(False),
+        sizes.requests_at_once,
     )
+    if sizes.requests_at_once < sizes.max_num_seqs:
+        logger.warning(
+            "ddtree: the trees of %d requests fit into a step of %d tokens; of max_num_seqs = %d the others "
+            "wait for one of them to end. For all at once set max_num_batched_tokens to at least %d, or take "
+            "fewer nodes.",
+            sizes.requests_at_once,
+            sizes.scheduled_tokens,
+            sizes.max_num_seqs,
+            sizes.tokens_for_all,
+        )
 
 
 def _schedule(nodes: list[int]) -> str:
@@ -200,27 +207,3 @@ def _set_worker(engine_args: Any, parallel_config: Any) -> None:
     if parallel_config.worker_cls not in ("auto", ours):
         raise checks.refusal([checks.foreign_worker(parallel_config.worker_cls)])
     parallel_config.worker_cls = ours
-
-
-def _set_graph_sizes(engine_args: Any, nodes: list[int], horizon: int, max_model_len: int) -> None:
-    """Cover whole batches of trees and of the drafter's blocks with FULL graphs, unless the user chose sizes.
-
-    A batch has the nodes of its size or, for a step after it shrank, of a larger one: each width is covered
-    up to the largest batch that has it. Sizes that no batch reaches are left out: to capture one, vLLM makes
-    up requests longer than the model's. ``nodes`` by number of requests, as ``nodes_by_batch`` returns them.
-    """
-    compilation = copy.deepcopy(engine_args.compilation_config)
-    chosen = compilation.cudagraph_capture_sizes or engine_args.cudagraph_capture_sizes
-    if chosen is not None:
-        return
-    seqs = len(nodes) - 1
-    widest = {nodes[count] + 1: count for count in range(1, seqs + 1)} | {horizon + 1: seqs}
-    whole = {n * width for width, most in widest.items() for n in (*_GRAPH_BATCHES, most) if n <= most}
-    limit = min(
-        (engine_args.max_num_seqs or sys.maxsize) * max_model_len,
-        engine_args.max_cudagraph_capture_size or compilation.max_cudagraph_capture_size or sys.maxsize,
-    )
-    compilation.cudagraph_capture_sizes = sorted(n for n in {*_PIECEWISE_SIZES, *whole} if n <= limit)
-    # In the list now; vLLM accepts it beside a list only where both say the same.
-    engine_args.max_cudagraph_capture_size = compilation.max_cudagraph_capture_size = None
-    engine_args.compilation_config = compilation

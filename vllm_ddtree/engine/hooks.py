@@ -24,7 +24,7 @@ IS_TREE = "_ddtree"
 
 @dataclass(frozen=True)
 class Hook:
-    """One patched method: where it is, the parameters we rely on, and what wraps it."""
+    """One patched method or property: where it is, the parameters we rely on, and what wraps it."""
 
     module: str
     owner: str
@@ -32,6 +32,11 @@ class Hook:
     parameters: tuple[str, ...]
     why: str
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _runs_trees(vllm_config: Any) -> bool:
+    stored = vllm_config.additional_config
+    return isinstance(stored, dict) and METHOD in stored
 
 
 def _wrap_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,6 +81,39 @@ def _wrap_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
+def _wrap_lookahead_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def num_lookahead_tokens(self: Any) -> int:
+        if not _runs_trees(self):
+            return original(self)
+        from vllm_ddtree.engine.config import step_sizes
+
+        return step_sizes(self).lookahead_slots
+
+    return num_lookahead_tokens
+
+
+def _wrap_new_slots(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def max_num_new_slots_for_drafting(self: Any) -> int:
+        return 0 if getattr(self, IS_TREE, False) else original(self)
+
+    return max_num_new_slots_for_drafting
+
+
+def _wrap_scheduled_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _set_max_num_scheduled_tokens(self: Any) -> None:
+        if not _runs_trees(self):
+            original(self)
+            return
+        scheduler = self.scheduler_config
+        if scheduler.max_num_scheduled_tokens is None:
+            scheduler.max_num_scheduled_tokens = scheduler.max_num_batched_tokens
+
+    return _set_max_num_scheduled_tokens
+
+
 def _wrap_validate_spec_decode(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _validate_spec_decode(self: Any, speculative_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,14 +131,10 @@ def _wrap_validate_spec_decode(original: Callable[..., Any]) -> Callable[..., An
     return _validate_spec_decode
 
 
-def _runs_trees(manager: Any) -> bool:
-    return METHOD in (manager.vllm_config.additional_config or {})
-
-
 def _wrap_validate_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_tokens(self: Any, request: Any, spec_tokens: list[int]) -> list[int]:
-        if not _runs_trees(self):
+        if not _runs_trees(self.vllm_config):
             return original(self, request, spec_tokens)
         from vllm_ddtree.engine import grammar
 
@@ -116,11 +150,11 @@ def _wrap_grammar_bitmask(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, requests: Any, structured_output_request_ids: Any, scheduled_spec_decode_tokens: Any
     ) -> Any:
         drafts = (requests, structured_output_request_ids, scheduled_spec_decode_tokens)
-        if not _runs_trees(self):
+        if not _runs_trees(self.vllm_config):
             return original(self, *drafts)
         from vllm_ddtree.engine import grammar
 
-        with grammar.trees(*drafts):
+        with grammar.trees(*drafts), grammar.rows_of_step(self, *drafts[1:]):
             return original(self, *drafts)
 
     return grammar_bitmask
@@ -150,6 +184,30 @@ HOOKS: tuple[Hook, ...] = (
         ("self",),
         "checks what is only known once every default is resolved (token budget, runner version)",
         _wrap_engine_config,
+    ),
+    Hook(
+        "vllm.config",
+        "VllmConfig",
+        "num_lookahead_tokens",
+        ("self",),
+        "reserves cache slots for one drafted row per node; the drafter writes a block, whatever the nodes",
+        _wrap_lookahead_tokens,
+    ),
+    Hook(
+        "vllm.config",
+        "VllmConfig",
+        "_set_max_num_scheduled_tokens",
+        ("self",),
+        "0.33 admits only as many requests as its buffers hold drafted rows for; the drafter has its own",
+        _wrap_scheduled_tokens,
+    ),
+    Hook(
+        "vllm.config",
+        "SpeculativeConfig",
+        "max_num_new_slots_for_drafting",
+        ("self",),
+        "0.32 keeps a row per node free beside every request's; drafts are in a forward of their own",
+        _wrap_new_slots,
     ),
     Hook(
         "vllm.sampling_params",
@@ -195,7 +253,9 @@ def install() -> None:
         _problems[:] = [problem]
     for hook in HOOKS:
         owner = getattr(import_module(hook.module), hook.owner, None)
-        original = getattr(owner, hook.method, None)
+        found = inspect.getattr_static(owner, hook.method, None)
+        is_property = isinstance(found, property)
+        original = found.fget if is_property else getattr(owner, hook.method, None)
         if getattr(original, _INSTALLED, False):
             continue
         complaint = _probe(hook, original)
@@ -205,8 +265,8 @@ def install() -> None:
         assert original is not None
         wrapped = hook.wrap(original)
         setattr(wrapped, _INSTALLED, True)
-        static = isinstance(inspect.getattr_static(owner, hook.method), staticmethod)
-        setattr(owner, hook.method, staticmethod(wrapped) if static else wrapped)
+        kind = property if is_property else staticmethod if isinstance(found, staticmethod) else None
+        setattr(owner, hook.method, kind(wrapped) if kind else wrapped)
 
 
 def raise_problems() -> None:

@@ -8,17 +8,20 @@ positions of every request are what a chain that accepted the same tokens would 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
+from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
-from vllm_ddtree.engine import commit, grammar
+from vllm_ddtree.engine import commit, grammar, graphs
 from vllm_ddtree.engine.chain import chain_reason, has_custom_processors
-from vllm_ddtree.engine.config import tree_options, verification_rows
+from vllm_ddtree.engine.config import step_sizes, tree_options
 from vllm_ddtree.engine.proposer import TreeSpeculator
 from vllm_ddtree.engine.scorer import TreeScorer
 from vllm_ddtree.engine.state import TreeStep, TreeStore, set_tree_state
@@ -49,7 +52,10 @@ class TreeRunnerMixin:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load target and drafter, then put the tree scorer in the rejection sampler's place."""
-        super().load_model(*args, **kwargs)
+        # vLLM would allocate a mask row per request and node: 10 GiB for 1,024 requests of 512 nodes.
+        rows = step_sizes(self.vllm_config).logits_rows
+        with mock.patch.object(model_runner, "StructuredOutputsWorker", _masks_of(rows)):
+            super().load_model(*args, **kwargs)
         self.rejection_sampler = TreeScorer(
             self.sampler,
             self.speculative_config,
@@ -59,12 +65,19 @@ class TreeRunnerMixin:
         )
         self._custom_processors = has_custom_processors(self.sampler)
 
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """Set caches and graphs up, less the graphs that no batch of trees can match."""
+        result = super().initialize_kv_cache(*args, **kwargs)
+        if self.cudagraph_manager is not None:
+            graphs.keep_reachable(self.cudagraph_manager, step_sizes(self.vllm_config).nodes)
+        return result
+
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         """While memory is profiled, also hold a full verification; vLLM counts one logits row per request."""
         super()._dummy_sampler_run(hidden_states)
         if self.device.type == "cpu":  # its KV cache is what the user says, not what profiling leaves
             return
-        rows = verification_rows(self.vllm_config)
+        rows = step_sizes(self.vllm_config).logits_rows
         logits = self.model.compute_logits(hidden_states[:1].expand(rows, -1).contiguous())
         logger.info(
             "ddtree: a full step has %d rows of logits, %.2f GiB, for which memory is kept free; "
@@ -127,6 +140,13 @@ class TreeRunnerMixin:
             )
         self._aux_hidden_states = []
         return output
+
+
+def _masks_of(rows: int) -> Callable[..., grammar.TreeMasks]:
+    def make(*, max_num_logits: int, **kwargs: Any) -> grammar.TreeMasks:
+        return grammar.TreeMasks(max_num_logits=min(max_num_logits, rows), **kwargs)
+
+    return make
 
 
 class TreeDraftTokensHandler(DraftTokensHandler):
