@@ -11,6 +11,7 @@ import re
 from unittest import mock
 
 import pytest
+from driving import scheduler
 from engines import accepted_length, engine, engines, generate, greedy, prompts, runner, tree
 from oracle import oracle
 from tiny_models import MARKS
@@ -180,10 +181,15 @@ def test_fewer_nodes_and_none_under_a_grammar(tiny):
     known = [prompt + text for prompt, text in zip(asked, expected, strict=True)]
     with (
         oracle(known),
-        engine(tiny, tree(20, num_speculative_tokens_per_batch_size=tiers), **settings) as llm,
+        engine(
+            tiny, tree(20, num_speculative_tokens_per_batch_size=tiers), max_num_batched_tokens=64, **settings
+        ) as llm,
     ):
         assert generate(llm, asked, params) == expected
         assert accepted_length(llm) > 1.3
+        # Mask rows of real steps, 21 for one request and 7 for each of two, not 21 for each of four.
+        assert scheduler(llm).structured_output_manager._grammar_bitmask.shape[0] <= 42
+        assert runner(llm).structured_outputs_worker.grammar_bitmask.shape[0] == 64
 
 
 @pytest.mark.parametrize("parser", ["qwen3", pytest.param("deepseek_r1", marks=pytest.mark.slow)])
