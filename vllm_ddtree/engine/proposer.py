@@ -124,25 +124,21 @@ class TreeSpeculator(DFlashSpeculator):
         if width > kept and aux_hidden_states and not kwargs.get("dummy_run"):
             input_batch, aux_hidden_states = self._accepted_rows(input_batch, aux_hidden_states, width)
             num_rejected = num_rejected - (width - kept)
-        num_reqs = (
-            super()
-            .propose(
-                input_batch,
-                attn_metadata,
-                slot_mappings,
-                last_hidden_states,
-                aux_hidden_states,
-                num_sampled,
-                num_rejected,
-                *args,
-                **kwargs,
-            )
-            .shape[0]
+        drafted = super().propose(
+            input_batch,
+            attn_metadata,
+            slot_mappings,
+            last_hidden_states,
+            aux_hidden_states,
+            num_sampled,
+            num_rejected,
+            *args,
+            **kwargs,
         )
         if kwargs.get("is_profile"):
             # vLLM profiles a draft of no more rows than the target's; all requests at once can have more.
             self._run_model(self.max_num_reqs * self.num_query_per_req, None, None, None)
-        return self._nodes[:num_reqs]
+        return self._nodes[: drafted.shape[0]]
 
     def _grow_to(self, nodes: int | None) -> None:
         """Build no more nodes than the scheduler will take, None for all; graphs read how many."""
