@@ -21,6 +21,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_ddtree.engine.state import tree_state
 
+# What the bytes of a quantized cache are, by vLLM's name of it.
+_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):
     """Backend class that vLLM resolves instead of CPU_ATTN in a ddtree worker."""
@@ -58,7 +61,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
-    """Attention over a cache of [blocks, heads, block, K|V] rows stored as they are."""
+    """Attention over a cache of [blocks, heads, block, K|V] rows, stored as they are or as fp8 codes."""
 
     def forward(
         self,
@@ -76,6 +79,7 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         if attn_metadata is None:
             return output
         step = None if getattr(layer, "is_draft_layer", False) else tree_state()
+        k_scale, v_scale = self._scales(layer)
         starts = attn_metadata.query_start_loc.tolist()
         for row, seq_len in enumerate(attn_metadata.seq_lens.tolist()):
             begin, end = starts[row], starts[row + 1]
@@ -85,12 +89,14 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
             mask = self._mask(step, row, end - begin, seq_len, attn_metadata.causal)
             attended = F.scaled_dot_product_attention(
                 query[begin:end].transpose(0, 1)[None],
-                keys[None],
-                values[None],
+                keys.to(query.dtype)[None],
+                values.to(query.dtype)[None],
                 attn_mask=mask,
-                scale=self.scale,
+                scale=self.scale * k_scale,
                 enable_gqa=True,
             )
+            if v_scale != 1.0:
+                attended = attended * v_scale
             output[begin:end] = attended[0].transpose(0, 1).reshape(output[begin:end].shape)
         return output
 
@@ -107,13 +113,38 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         keep = slots >= 0
         slots = slots[keep]
         block, offset = slots // kv_cache.shape[2], slots % kv_cache.shape[2]
-        rows = torch.cat((key[: len(keep)][keep], value[: len(keep)][keep]), dim=-1)
-        kv_cache[block, :, offset] = rows.to(kv_cache.dtype)
+        rows = [
+            self._code(part[: len(keep)][keep], scale)
+            for part, scale in zip((key, value), self._scales(layer), strict=True)
+        ]
+        kv_cache[block, :, offset] = torch.cat(rows, dim=-1)
+
+    def _scales(self, layer: Any) -> tuple[float, float]:
+        """What keys and values were divided by before they were stored."""
+        if self.kv_cache_dtype not in _FP8:
+            return 1.0, 1.0
+        return layer._k_scale_float, layer._v_scale_float
+
+    def _code(self, rows: torch.Tensor, scale: float) -> torch.Tensor:
+        """Rows as the cache holds them.
+
+        For fp8 vLLM's CPU kernel rounds towards zero and saturates; another rounding would be another text.
+        """
+        kind = _FP8.get(self.kv_cache_dtype)
+        if kind is None:
+            return rows
+        limit = torch.finfo(kind).max
+        scaled = (rows.float() * (1 / torch.tensor(scale))).clamp(-limit, limit)
+        nearest = scaled.to(kind)
+        # Codes of one sign are in order of size, so the next one towards zero is one less.
+        return nearest.view(torch.uint8) - (nearest.float().abs() > scaled.abs()).to(torch.uint8)
 
     def _gather(self, kv_cache: torch.Tensor, blocks: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, ...]:
         size = kv_cache.shape[2]
         rows = kv_cache[blocks[: -(-seq_len // size)].long()].transpose(0, 1)
         rows = rows.reshape(rows.shape[0], -1, rows.shape[-1])[:, :seq_len]
+        if self.kv_cache_dtype in _FP8:
+            rows = rows.view(_FP8[self.kv_cache_dtype])
         return rows.chunk(2, dim=-1)
 
     def _mask(self, step: Any, row: int, query_len: int, seq_len: int, causal: bool) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from vllm import envs
 from vllm.platforms import current_platform
@@ -293,16 +294,42 @@ def resolved_problems(vllm_config: Any, options: TreeOptions, sizes: StepSizes) 
             f"{options.num_nodes} nodes don't fit max_model_len {vllm_config.model_config.max_model_len}: "
             "a step needs one cache slot per node. Take fewer nodes."
         )
-    if vllm_config.cache_config.cache_dtype.endswith("per_token_head"):
-        problems.append(
-            "per-token-head KV scales can't be moved with the accepted path; use another kv dtype."
-        )
+    problems += cache_dtype_problems(
+        {
+            "the": vllm_config.cache_config.cache_dtype,
+            "the drafter's": vllm_config.speculative_config.kv_cache_dtype or "auto",
+        },
+        vllm_config.model_config.dtype,
+        current_platform.is_cuda(),
+    )
     if vllm_config.structured_outputs_config.backend == "lm-format-enforcer":
         problems.append(
             "the structured output backend lm-format-enforcer can't roll a draft back, so vLLM refuses every "
             "structured request with any speculation. Use xgrammar, guidance or outlines."
         )
     return problems
+
+
+def cache_dtype_problems(kinds: dict[str, str], model: torch.dtype, cuda: bool) -> list[str]:
+    """Problems of the KV caches' types, a list of what is known to work: vLLM adds types with every version.
+
+    Args:
+        kinds: vLLM's name of the type by whose cache it is, such as "the drafter's".
+        model: the model's own type, which ``auto`` takes.
+        cuda: on an NVIDIA GPU; there vLLM itself checks whether FlashAttention reads fp8 on this one.
+    """
+    own = str(model).removeprefix("torch.")
+    known = ["auto"] if own == "float32" else ["auto", own]
+    if not cuda:
+        known += ["fp8", "fp8_e4m3", "fp8_e5m2"]
+    elif own != "float32":
+        known += ["fp8", "fp8_e4m3"]
+    return [
+        f"{whose} KV cache dtype is {kind!r}, which ddtree's attention can't read for a model in {own}: it "
+        f"would take the bytes for another type, or not find a row's scales. Use one of {known}."
+        for whose, kind in kinds.items()
+        if kind not in known
+    ]
 
 
 def _needs_v2(found: str) -> str:
