@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_ddtree.drafters import find_drafter
-from vllm_ddtree.engine import checks, graphs
+from vllm_ddtree.engine import checks, graphs, rotary
 from vllm_ddtree.engine.hooks import IS_TREE
 from vllm_ddtree.options import METHOD, TreeOptions, plain_keys, split_options
 from vllm_ddtree.sizes import StepSizes
@@ -91,6 +91,9 @@ def create_tree_config(
         config = original(engine_args, target_model_config, target_parallel_config)
     finally:
         vars(engine_args).update(before)
+    problem = rotary.stretch(config.draft_model_config.hf_config, target_model_config.max_model_len)
+    if problem:
+        raise checks.refusal([problem])
     setattr(config, IS_TREE, True)
     if config.draft_load_config is None and load_format in ("auto", "hf"):
         # A drafter by model id can't be looked into above; vLLM would fall back to pickles.
