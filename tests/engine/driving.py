@@ -12,9 +12,9 @@ from vllm import LLM, SamplingParams
 from vllm_ddtree.engine.layout import cache_rows
 from vllm_ddtree.status import vllm_version
 
-# vLLM 0.32 computes the last block of a prefix hit again for drafters that read hidden states. 0.33 puts the
-# token after a block into the block's hash instead, and so caches a block once that token is known. 0.33 also
-# takes accepted tokens that lie after a stop out of the count of computed ones.
+# vLLM 0.32 computes the last block of a prefix hit again for drafters that read hidden states, unless told not
+# to, as ddtree does. 0.33 does not for DFlash, may cache a block once the token behind it is known, and takes
+# accepted tokens that lie after a stop out of the count of computed ones.
 VLLM_0_32 = vllm_version()[1].startswith("0.32")
 
 

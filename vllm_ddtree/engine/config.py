@@ -85,6 +85,9 @@ def create_tree_config(
         # The same backend as the target's, so that a step builds attention metadata once. In the drafter's
         # layers it is vLLM's FlashAttention.
         rest.setdefault("attention_backend", "CUSTOM")
+    # vLLM 0.32 leaves the last block of a prefix hit out for every drafter that reads hidden states. DFlash's
+    # rows come from the hidden state at their own position, so all of them are whole (0.33 leaves none out).
+    rest.setdefault("disable_eagle_block_drop", True)
     rest.update(method="dflash", num_speculative_tokens=options.num_nodes)
     vars(engine_args).update(dict.fromkeys(_SHORT_FLAGS) | {"speculative_config": rest})
     try:

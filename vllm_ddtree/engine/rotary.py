@@ -18,7 +18,7 @@ _BY_FACTOR = frozenset({"yarn", "deepseek_yarn", "deepseek_llama_scaling"})
 
 
 def stretch(config: Any, length: int) -> str | None:
-    """Make a drafter's config cover positions below ``length``; the problem in words where it can't be done."""
+    """Make a drafter's config cover positions below ``length``, or say in words why it can't be done."""
     limit = reach(config)
     if limit is None:
         config.max_position_embeddings = max(getattr(config, "max_position_embeddings", None) or 0, length)
@@ -28,13 +28,14 @@ def stretch(config: Any, length: int) -> str | None:
     kinds = sorted({kind for kind in map(_kind, iter_rope_parameters(config)) if kind not in _STRETCHED})
     return (
         f"the drafter's rotary scaling {', '.join(map(repr, kinds))} reaches {limit} positions, but "
-        f"max_model_len is {length}: later positions would be read from memory behind its table, and a longer "
-        f"table of this scaling is another one than the drafter learnt. Set max_model_len to {limit} or less."
+        f"max_model_len is {length}: later positions would be read from memory behind its table, and a "
+        "longer table of this scaling is not the one the drafter learnt. "
+        f"Set max_model_len to {limit} or less."
     )
 
 
 def reach(config: Any) -> int | None:
-    """Rows of the rotary table that a drafter's config gives, or None where it can be as long as one likes."""
+    """Rows of the rotary table that a drafter's config gives, or None where it may have any number."""
     limits = []
     for parameters in iter_rope_parameters(config):
         kind = _kind(parameters)
