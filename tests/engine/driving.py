@@ -13,8 +13,8 @@ from vllm_ddtree.engine.layout import cache_rows
 from vllm_ddtree.status import vllm_version
 
 # vLLM 0.32 computes the last block of a prefix hit again for drafters that read hidden states, unless told
-# not to, as ddtree does. 0.33 does not for DFlash, may cache a block once the token behind it is known, and takes
-# accepted tokens that lie after a stop out of the count of computed ones.
+# not to, as ddtree does. 0.33 does not for DFlash, may cache a block once the token behind it is known, and
+# takes accepted tokens that lie after a stop out of the count of computed ones.
 VLLM_0_32 = vllm_version()[1].startswith("0.32")
 
 
