@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,13 @@ import torch
 from engines import GPU, SETTINGS, tree
 from tiny_models import make_drafter, make_target
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_ddtree.engine import checks
 from vllm_ddtree.engine.config import tree_options
+from vllm_ddtree.options import TreeOptions
 
 # vLLM counts the GPUs before anything asks ddtree.
 not_on_one_gpu = pytest.mark.skipif(
@@ -163,6 +167,31 @@ def test_trace_replay_and_watermarks_are_refused(tiny):
 def test_foreign_worker_class_is_refused(tiny):
     text = refuse(tiny[0], tree(16, model=tiny[1]), worker_cls="some.other.Worker")
     assert "--worker-cls is 'some.other.Worker'" in text
+
+
+@pytest.mark.parametrize("version", [None, 2])
+@pytest.mark.parametrize("head_size", [128, 256])
+@pytest.mark.parametrize("backend", ["auto", "fused"])
+def test_blackwells_own_kernel_for_heads_of_256_is_refused(
+    tmp_path, monkeypatch, version, head_size, backend
+):
+    """No Blackwell here: its capability is made up, what follows from it is vLLM's choice of a kernel."""
+    target = make_target(tmp_path / "target", head_dim=head_size)
+    config = EngineArgs(model=str(target), **(ARGS | {"dtype": "bfloat16"})).create_engine_config()
+    config.attention_config.flash_attn_version = version
+    name = "vllm.vllm_flash_attn"  # which has its kernels on a GPU only
+    extension = SimpleNamespace(is_fa_version_supported=lambda _: True, fa_version_unsupported_reason=None)
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(flash_attn_interface=extension))
+    monkeypatch.setitem(sys.modules, f"{name}.flash_attn_interface", extension)
+
+    def problems(capability):
+        found = DeviceCapability(*capability)
+        monkeypatch.setattr(current_platform, "get_device_capability", lambda *_: found)
+        return checks.attention_problems(config, TreeOptions(num_nodes=16, attention_backend=backend))
+
+    refused = (version, head_size, backend) == (None, 256, "auto")
+    assert ["heads of 256" in problem for problem in problems((10, 0))] == [True] * refused
+    assert problems((9, 0)) == []
 
 
 @not_on_one_gpu

@@ -302,12 +302,37 @@ def resolved_problems(vllm_config: Any, options: TreeOptions, sizes: StepSizes) 
         vllm_config.model_config.dtype,
         current_platform.is_cuda(),
     )
+    if current_platform.is_cuda():
+        problems += attention_problems(vllm_config, options)
     if vllm_config.structured_outputs_config.backend == "lm-format-enforcer":
         problems.append(
             "the structured output backend lm-format-enforcer can't roll a draft back, so vLLM refuses every "
             "structured request with any speculation. Use xgrammar, guidance or outlines."
         )
     return problems
+
+
+def attention_problems(vllm_config: Any, options: TreeOptions) -> list[str]:
+    """Problems of the FlashAttention version that vLLM takes on this GPU for the target's heads."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version, uses_fa4_hd256_kernel
+
+    model = vllm_config.model_config
+    size = model.get_head_size()
+    if (
+        options.attention_backend == "fused"
+        or model.dtype == torch.float32
+        or not uses_fa4_hd256_kernel(size)
+    ):
+        return []
+    with set_current_vllm_config(vllm_config):
+        if get_flash_attn_version(head_size=size, supports_fa4_hd256=True) != 4:
+            return []
+    return [
+        f"the target has heads of {size}, for which vLLM takes FlashAttention 4's own kernel on this GPU: it "
+        "wants lengths and block tables in whole pages of 128, which a tree's context does not have. Set "
+        '"ddtree_attention_backend": "fused", or --attention-config.flash_attn_version 2.'
+    ]
 
 
 def cache_dtype_problems(kinds: dict[str, str], model: torch.dtype, cuda: bool) -> list[str]:
