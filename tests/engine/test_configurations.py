@@ -7,11 +7,12 @@ from unittest import mock
 import pytest
 import torch
 from driving import drive, named, scheduler
-from engines import SETTINGS, counters, engine, generate, greedy, prompts, runner, tree
+from engines import GPU, SETTINGS, counters, engine, engines, generate, greedy, prompts, runner, tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import make_drafter
+from tiny_models import make_adapter, make_drafter
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 
 from vllm_ddtree.engine.proposer import TreeSpeculator
 
@@ -203,3 +204,20 @@ def test_buffers_of_the_drafter_have_its_rows(wide):
         text = generate(llm, prompts(60, seed=4), greedy(4))
     with engine(wide, max_num_seqs=50, max_num_batched_tokens=128) as llm:
         assert generate(llm, prompts(60, seed=4), greedy(4)) == text
+
+
+def test_adapters_with_more_drafted_rows_than_a_step_has(wide, tmp_path):
+    """The drafter shares the target's embedding and head, which adapters wrap with buffers of their own."""
+    adapter = LoRARequest("one", 1, str(make_adapter(tmp_path / "one", seed=3)))
+    asked = [{"prompt_token_ids": prompt[:5]} for prompt in prompts(60, seed=3)]
+    adapters = [adapter if i % 2 else None for i in range(60)]
+    room = {"max_num_seqs": 50, "max_num_batched_tokens": 256}
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8} | ({"dtype": "float16"} if GPU else {})
+
+    def texts(llm):
+        outputs = llm.generate(asked, greedy(5), lora_request=adapters, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    with engines(wide, tree(4), **room, **lora) as (plain, ours):
+        assert 50 * BLOCK > 256
+        assert texts(ours) == texts(plain)
