@@ -89,7 +89,8 @@ def walk_residual_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`ops.walk_residual` over flat rows of logits and the trees of the store; all as `walk_coin_rows`.
 
-    A draft that was ruled out (negative) was drawn nevertheless: it counts as rejected, whatever p says.
+    A draft that was ruled out (negative) was drawn nevertheless: it counts as rejected, whatever p says. A
+    placeholder was not, and the tree that the store holds for it is another's: there is no tree.
     """
     assert store.draft_probs is not None
     (candidates, *pointers, count), rows = step.padded_trees(drafts, cu_logits, states, store)

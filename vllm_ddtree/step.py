@@ -25,6 +25,9 @@ from vllm_ddtree import ops
 if TYPE_CHECKING:
     from vllm_ddtree.engine.state import TreeStore
 
+# Stands for a draft that was never drawn, as opposed to one that was ruled out (any other negative number).
+PLACEHOLDER = -2
+
 _MAX_TOP = 1024
 _MAX_HIDDEN = 32
 _LOGIT_WORD = {torch.float32: 4, torch.bfloat16: 8, torch.float16: 8}
@@ -168,8 +171,9 @@ def padded_trees(
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Ragged rows of logits as whole trees: the first four arguments of the walks, and the row of each slot.
 
-    Arguments as in `walk_rows`. Returns (candidates int64 [n, Q], next_token, next_sibling int32 [n, Q],
-    num_nodes int32 [n]) and rows int64 [n, Q]; slots without a row of logits point at the root's.
+    Arguments as in `walk_rows`; a tree also ends before its first PLACEHOLDER. Returns (candidates int64
+    [n, Q], next_token, next_sibling int32 [n, Q], num_nodes int32 [n]) and rows int64 [n, Q]; slots without a
+    row of logits point at the root's.
     """
     n, width = states.shape[0], store.tokens.shape[1]
     starts = cu_logits[:n].long()
@@ -178,7 +182,8 @@ def padded_trees(
     inside = node < lengths[:, None]
     rows = torch.where(inside, starts[:, None] + node, starts[:, None])
     candidates = torch.where(inside, drafts[rows].long(), -1)
-    count = torch.minimum(store.num_nodes[states], (lengths - 1).to(torch.int32))
+    end = torch.where(candidates == PLACEHOLDER, node, width).amin(dim=1)
+    count = torch.minimum(store.num_nodes[states], torch.minimum(lengths, end).to(torch.int32) - 1)
     next_token, next_sibling = (
         torch.where(pointer[states] > count[:, None], -1, pointer[states])
         for pointer in (store.next_token, store.next_sibling)

@@ -44,8 +44,9 @@ def random_model(seed: int) -> Model:
     return Model(logits, table / table.sum(-1, keepdim=True))
 
 
-def emit(model: Model, device: str, mistake: str | None = None) -> torch.Tensor:
-    """What WALKS requests emit, int64 [WALKS, DEPTH + 1], completed from the table."""
+def emit(model: Model, device: str, mistake: str | None = None, absent: int | None = None) -> torch.Tensor:
+    """What WALKS requests emit, int64 [WALKS, DEPTH + 1], completed from the table; `absent` stands in the
+    place of every draft where given."""
     rng = torch.Generator().manual_seed(1)
     vocab = model.table.shape[1]
     store = TreeStore(WALKS, NODES, device, (DEPTH, vocab))
@@ -74,6 +75,8 @@ def emit(model: Model, device: str, mistake: str | None = None) -> torch.Tensor:
     probs = model.table[prefix.clamp(max=len(model.table) - 1)].view(-1, vocab)
     cu = torch.arange(WALKS + 1, dtype=torch.int32) * (NODES + 1)
     drafts = torch.cat((torch.zeros(WALKS, 1, dtype=torch.int64), nodes.cpu()), 1).flatten().int()
+    if absent is not None:
+        drafts.view(WALKS, -1)[:, 1:] = absent
     depths = store.depths[:-1].cpu().flatten() + 499
     if mistake == "one coin for all":
         seeds, depths = seeds * 0, depths * 0
@@ -90,7 +93,7 @@ def emit(model: Model, device: str, mistake: str | None = None) -> torch.Tensor:
         sampled[:, d] = torch.where(emitted, sampled[:, d], fresh)
         at = model.after(at, sampled[:, d])
         at = at if d < DEPTH else at * 0
-    assert int(count.max()) > 1
+    assert int(count.max()) == 1 if absent is not None else int(count.max()) > 1
     return sampled
 
 
@@ -135,6 +138,32 @@ def test_the_measurement_sees_the_mistake(device, mistake):
         for seed in range(3):
             model = random_model(seed)
             judge(model, emit(model, device, mistake))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_placeholders_are_no_draws(device, seed):
+    """vLLM pads a request that joins with drafts that nobody drew; its tree is that of an earlier request.
+
+    Taken for draws that a grammar ruled out, they would take the drafter's mass out of the target's.
+    """
+    model = random_model(seed)
+    judge(model, emit(model, device, absent=step.PLACEHOLDER))
+    with pytest.raises(AssertionError, match="sigma off"):
+        judge(model, emit(model, device, absent=-1))
+
+
+def test_a_placeholder_ends_the_tree(device):
+    """Nodes before it are the smaller tree, whatever lies behind."""
+    store = TreeStore(1, 3, torch.device(device))
+    store.next_token[0] = torch.tensor([1, 3, -1, -1])
+    store.next_sibling[0, 1] = 2
+    store.num_nodes[0] = 3
+    drafts = torch.tensor([9, 5, step.PLACEHOLDER, 7], dtype=torch.int32)
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    states = torch.zeros(1, dtype=torch.int64)
+    (_, child, sibling, count), _ = step.padded_trees(*to(device, drafts, cu, states), store)
+    assert count.tolist() == [1]
+    assert (child[0, :2].tolist(), sibling[0, :2].tolist()) == ([1, -1], [-1, -1])
 
 
 def test_children_are_drawn_without_replacement(device):

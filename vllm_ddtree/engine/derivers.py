@@ -31,6 +31,7 @@ class Scores:
     Attributes:
         processed: [R, V] logits after the sampling parameters.
         drafts: [R] int32, the row's token; negative where vLLM ruled the draft out (placeholder, grammar).
+        drafted: [R] int32, the same, but negative at placeholders only, where nothing was drafted.
         positions: [R] int64, context + depth.
         row_states: [R], the request state of each row.
         states, states_np: [n], the request state of each request.
@@ -39,6 +40,7 @@ class Scores:
 
     processed: torch.Tensor
     drafts: torch.Tensor
+    drafted: torch.Tensor
     positions: torch.Tensor
     row_states: torch.Tensor
     states: torch.Tensor
@@ -105,7 +107,7 @@ class CoinDeriver(Deriver):
         """Turn logits into distributions, then walk with keyed coins."""
         return self._walk(
             self._probabilities(scores),
-            scores.drafts,
+            self._drafts(scores),
             scores.positions,
             self._sampler.sampling_states.seeds.gpu,
             scores.cu_logits,
@@ -113,6 +115,10 @@ class CoinDeriver(Deriver):
             self._store,
             self._max_depth,
         )
+
+    def _drafts(self, scores: Scores) -> torch.Tensor:
+        """int32 [R], as the walk takes them."""
+        return scores.drafts
 
     def _probabilities(self, scores: Scores) -> torch.Tensor:
         """float32 [R, V]; all on one token where the temperature is 0."""
@@ -129,6 +135,10 @@ class ResidualDeriver(CoinDeriver):
     of it. Accepts more than the others where the target is undecided (temperature >= 1)."""
 
     _walk = staticmethod(residual.walk_residual_rows)
+
+    def _drafts(self, scores: Scores) -> torch.Tensor:
+        # What a grammar ruled out was drawn, and takes its share of the target; a placeholder must not.
+        return torch.where(scores.drafted < 0, step.PLACEHOLDER, scores.drafts)
 
 
 class SyntheticDeriver(DrawDeriver):

@@ -108,6 +108,15 @@ def unpack(request: Any, spec_tokens: list[int]) -> list[int] | None:
     return [node & _TOKEN for node in nodes]
 
 
+def with_ruled_out(kept: list[int], drafts: list[int]) -> list[int]:
+    """What a grammar kept of a chain's drafts, and -1 for the first that it refused.
+
+    Where children are drawn from the drafter the walk must try that draft and reject it: cut off, it would be
+    one that nobody drew, and its share of the target would go to all tokens instead of those left.
+    """
+    return [*kept, -1] if len(kept) < len(drafts) and drafts[len(kept)] >= 0 else kept
+
+
 @contextlib.contextmanager
 def trees(requests: Any, request_ids: list[str], scheduled: dict[str, list[int]]) -> Iterator[None]:
     """Within, the grammars of requests whose drafts are trees walk trees."""

@@ -131,6 +131,10 @@ def _wrap_validate_spec_decode(original: Callable[..., Any]) -> Callable[..., An
     return _validate_spec_decode
 
 
+def _draws_children(manager: Any) -> bool:
+    return manager.vllm_config.additional_config[METHOD]["deriver"] == "residual"
+
+
 def _wrap_validate_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_tokens(self: Any, request: Any, spec_tokens: list[int]) -> list[int]:
@@ -139,7 +143,10 @@ def _wrap_validate_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
         from vllm_ddtree.engine import grammar
 
         tokens = grammar.unpack(request, spec_tokens)
-        return original(self, request, spec_tokens) if tokens is None else tokens
+        if tokens is not None:
+            return tokens
+        kept = original(self, request, spec_tokens)
+        return grammar.with_ruled_out(kept, spec_tokens) if _draws_children(self) else kept
 
     return validate_tokens
 

@@ -89,6 +89,7 @@ class TreeScorer(RejectionSampler):
         scores = Scores(
             processed,
             verify_draft_sampled,
+            draft_sampled,
             pos,
             expanded_idx_mapping,
             idx_mapping,
