@@ -16,8 +16,9 @@ from setuptools import setup
 
 # 2.10: 2.9 lacks const_data_ptr, and a module built for a newer target would not load on an older torch.
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020A000000000000ULL"
-# Ampere, Hopper, Blackwell; PTX for what comes after. 8.0 is the floor: the builder needs __reduce_max_sync.
-ARCHITECTURES = "8.0;9.0;10.0+PTX"
+# Ampere, Ada, Hopper, Blackwell twice; PTX for what comes after. 8.0 is the floor: the builder needs
+# __reduce_max_sync.
+ARCHITECTURES = "8.0;8.9;9.0;10.0;12.0+PTX"
 REQUIRED = os.environ.get("DDTREE_REQUIRE_EXT") == "1"
 
 
