@@ -78,6 +78,18 @@ def test_a_budget_below_one_tree(tiny):
     assert "200 nodes need max_num_batched_tokens >= 201" in text
 
 
+@pytest.mark.parametrize("name", ["long_prefill_token_threshold", "max_num_scheduled_tokens"])
+@pytest.mark.parametrize("speculative", [tree(64), {"method": "ddtree"}], ids=["fixed", "by batch"])
+def test_a_step_of_a_request_that_has_no_room_for_its_tree(tiny, name, speculative):
+    """A threshold of 16 would trip an assertion of vLLM's scheduler when a request joins; so few scheduled
+    tokens would let no request join while another runs."""
+    speculative = {"model": tiny[1], **speculative}
+    for tokens in (16, 64):
+        text = refuse(tiny[0], speculative, **{name: tokens})
+        assert f"{name} is {tokens}, but a tree of 64 nodes is 65 tokens" in text
+    EngineArgs(model=tiny[0], speculative_config=speculative, **(ARGS | {name: 65})).create_engine_config()
+
+
 def test_vllms_short_flags(tiny):
     """--spec-method, --spec-model and --spec-tokens say the same as the keys, and not both at once."""
     short = {"spec_method": "ddtree", "spec_model": tiny[1], "spec_tokens": 24}

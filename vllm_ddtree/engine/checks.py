@@ -284,11 +284,13 @@ def resolved_problems(vllm_config: Any, options: TreeOptions, sizes: StepSizes) 
     width = options.num_nodes + 1
     if not vllm_config.use_v2_model_runner:
         problems.append(_needs_v2("vLLM chose the V1 model runner for this configuration"))
-    if sizes.scheduled_tokens < width:
+    if sizes.batched_tokens < width:
         problems.append(
             f"{options.num_nodes} nodes need max_num_batched_tokens >= {width}, the rows of one tree in a "
-            f"step, found {sizes.scheduled_tokens}. Raise it or take fewer."
+            f"step, found {sizes.batched_tokens}. Raise it or take fewer."
         )
+    else:
+        problems += _step_limit_problems(vllm_config.scheduler_config, options.num_nodes)
     if width >= vllm_config.model_config.max_model_len:
         problems.append(
             f"{options.num_nodes} nodes don't fit max_model_len {vllm_config.model_config.max_model_len}: "
@@ -354,6 +356,21 @@ def cache_dtype_problems(kinds: dict[str, str], model: torch.dtype, cuda: bool) 
         f"would take the bytes for another type, or not find a row's scales. Use one of {known}."
         for whose, kind in kinds.items()
         if kind not in known
+    ]
+
+
+def _step_limit_problems(scheduler: Any, nodes: int) -> list[str]:
+    """Limits on the tokens of one request in a step; vLLM takes 0 and None for no limit."""
+    limits = {
+        name: getattr(scheduler, name)
+        for name in ("long_prefill_token_threshold", "max_num_scheduled_tokens")
+    }
+    return [
+        f"{name} is {limit}, but a tree of {nodes} nodes is {nodes + 1} tokens of one request: vLLM would "
+        "cut the tree, and stop or starve requests that join, which it pads to that width. "
+        f"Set it to {nodes + 1} or more, or take fewer nodes."
+        for name, limit in limits.items()
+        if limit and limit <= nodes
     ]
 
 
