@@ -11,6 +11,7 @@ import pytest
 import torch
 from engines import GPU, SETTINGS, tree
 from tiny_models import make_drafter, make_target
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -156,6 +157,24 @@ def test_target_that_is_refused(tmp_path, tiny, change, words):
 def test_parallel_layouts_that_are_refused(tiny):
     text = refuse(tiny[0], tree(16, model=tiny[1]), pipeline_parallel_size=2)
     assert "pipeline parallelism" in text
+
+
+@pytest.mark.parametrize("backend", ["native", "lmcache"])
+def test_a_connector_behind_offloading_is_refused(tiny, backend):
+    text = refuse(tiny[0], tree(16, model=tiny[1]), kv_offloading_size=1, kv_offloading_backend=backend)
+    assert "can't run with a KV connector" in text and text.count("\n- ") == 1
+
+
+def test_a_connector_that_only_the_resolved_config_has_is_refused(tiny):
+    """Whoever put it there: vLLM itself, a platform, another plugin."""
+    config = EngineArgs(
+        model=tiny[0], speculative_config=tree(16, model=tiny[1]), **ARGS
+    ).create_engine_config()
+    options = tree_options(config)
+    assert checks.resolved_problems(config, options) == []
+    config.kv_transfer_config = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")
+    (problem,) = checks.resolved_problems(config, options)
+    assert "can't run with a KV connector" in problem
 
 
 def test_routed_experts_are_refused(tiny):

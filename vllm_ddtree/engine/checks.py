@@ -19,6 +19,10 @@ from vllm.platforms import current_platform
 from vllm_ddtree.options import TreeOptions
 from vllm_ddtree.sizes import StepSizes
 
+_CONNECTOR = (
+    "a KV connector or KV offloading",
+    "it saves the cache inside the forward, before the accepted path is moved into place",
+)
 # Architectures that vLLM serves with another speculator class than DFlashSpeculator.
 _OTHER_SPECULATORS = ("DFlash2DraftModel", "LiLiCorrDraftModel", "XPressDraftModel")
 
@@ -121,9 +125,9 @@ def parallel_problems(engine_args: Any, parallel: Any) -> list[str]:
         ),
         (getattr(parallel, "use_ubatching", False), "dual batch overlap", "trees are built per whole batch"),
         (
-            engine_args.kv_transfer_config is not None,
-            "a KV connector",
-            "it saves the cache inside the forward, before the accepted path is moved into place",
+            engine_args.kv_transfer_config is not None
+            or getattr(engine_args, "kv_offloading_size", None) is not None,
+            *_CONNECTOR,
         ),
         (
             getattr(engine_args, "watermark_config", None) is not None,
@@ -136,7 +140,11 @@ def parallel_problems(engine_args: Any, parallel: Any) -> list[str]:
             "they are kept by cache slot, and the rows of an accepted path move",
         ),
     )
-    return [f"ddtree can't run with {name}: {why}. Switch it off." for bad, name, why in rules if bad]
+    return [_incompatible(name, why) for bad, name, why in rules if bad]
+
+
+def _incompatible(name: str, why: str) -> str:
+    return f"ddtree can't run with {name}: {why}. Switch it off."
 
 
 def request_problem(params: Any) -> str | None:
@@ -284,6 +292,8 @@ def resolved_problems(vllm_config: Any, options: TreeOptions, sizes: StepSizes) 
     width = options.num_nodes + 1
     if not vllm_config.use_v2_model_runner:
         problems.append(_needs_v2("vLLM chose the V1 model runner for this configuration"))
+    if vllm_config.kv_transfer_config is not None:  # also filled in by vLLM itself, from other options
+        problems.append(_incompatible(*_CONNECTOR))
     if sizes.batched_tokens < width:
         problems.append(
             f"{options.num_nodes} nodes need max_num_batched_tokens >= {width}, the rows of one tree in a "
