@@ -135,6 +135,13 @@ def test_one_small_number_of_nodes_under_data_parallelism(tiny):
     assert found.speculative_config.num_speculative_tokens == tree_options(found).num_nodes == 16
 
 
+def test_batch_invariance_is_refused(tiny, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    text = refuse(tiny[0], tree(16, model=tiny[1]))
+    assert "VLLM_BATCH_INVARIANT=1" in text and "Unset it" in text
+    EngineArgs(model=tiny[0], **ARGS).create_engine_config()
+
+
 def test_target_without_a_known_drafter(tiny):
     assert "no public DFlash drafter is known" in refuse(tiny[0], {"method": "ddtree"})
 

@@ -63,6 +63,11 @@ def platform_problems() -> list[str]:
             problems.append(problem)
     elif envs.VLLM_USE_V2_MODEL_RUNNER is False:
         problems.append(_needs_v2("VLLM_USE_V2_MODEL_RUNNER=0 is set"))
+    if envs.VLLM_BATCH_INVARIANT:
+        problems.append(
+            "VLLM_BATCH_INVARIANT=1 promises results that no batch changes, but a tree's rows round as its "
+            "width and the requests beside it make them. Unset it, or serve without speculation."
+        )
     return problems
 
 
