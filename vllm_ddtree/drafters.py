@@ -7,6 +7,7 @@ pairs this project has run in a real engine. Ids as listed in public READMEs (re
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -40,3 +41,12 @@ def find_drafter(target: str) -> Drafter | None:
         if target.lower() == row.target.lower() or name == row.target.split("/")[-1].lower():
             return row
     return None
+
+
+def block_size(config: dict[str, Any]) -> Any:
+    """What a DFlash drafter's config.json, or the config made of it, says of its block; None if nothing.
+
+    Public drafters have it at the top or in ``dflash_config``; vLLM itself reads neither.
+    """
+    outer = config.get("block_size")
+    return (config.get("dflash_config") or {}).get("block_size") if outer is None else outer

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
+from pathlib import Path
 from unittest import mock
 
 import pytest
 from driving import VLLM_0_32, drive, named, runner, scheduler
-from engines import counters, engine, greedy, prompts, tree
+from engines import accepted_length, counters, engine, generate, greedy, prompts, tree
 from oracle import oracle
 from tiny_models import BLOCK, MASK
 
@@ -160,3 +163,19 @@ def test_a_chat_finds_as_much_in_the_cache_as_without_speculation(tiny, llm):
         less, same = turns(stock)
     assert same == chat
     assert less == [max(tokens - (SIZE if VLLM_0_32 else 0), 0) for tokens in found]
+
+
+@pytest.mark.parametrize("outer", [{}, {"block_size": None}], ids=["absent", "null"])
+def test_a_block_size_that_stands_in_dflash_config_only(tiny, tmp_path, outer):
+    asked, drafter = prompts(2, seed=9), tmp_path / "drafter"
+    shutil.copytree(tiny[1], drafter)
+    file = Path(drafter, "config.json")
+    config = json.loads(file.read_text())
+    config["dflash_config"]["block_size"] = config.pop("block_size")
+    file.write_text(json.dumps(config | outer))
+    with engine(tiny) as plain:
+        answers = generate(plain, asked, greedy(10))
+    with engine((tiny[0], str(drafter)), tree(24)) as made:
+        assert runner(made).speculator.horizon == BLOCK - 1
+        assert generate(made, asked, greedy(10)) == answers
+        assert accepted_length(made) > 1

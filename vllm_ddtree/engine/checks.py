@@ -16,6 +16,7 @@ from safetensors import safe_open
 from vllm import envs
 from vllm.platforms import current_platform
 
+from vllm_ddtree.drafters import block_size
 from vllm_ddtree.options import TreeOptions
 from vllm_ddtree.sizes import StepSizes
 
@@ -265,7 +266,7 @@ def _fit_problems(config: dict[str, Any], text: Any, drafter: str) -> list[str]:
     num_layers = text.num_hidden_layers
     vocab = config.get("vocab_size")
     mask = dflash.get("mask_token_id")
-    block = config.get("block_size", dflash.get("block_size"))
+    block = block_size(config)
     problems = []
     if not isinstance(block, int) or block < 2:
         problems.append(f"block_size is {block!r}; it must be at least 2, the anchor and one drafted token.")

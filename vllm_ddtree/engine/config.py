@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from vllm_ddtree.drafters import find_drafter
+from vllm_ddtree.drafters import block_size, find_drafter
 from vllm_ddtree.engine import checks, graphs, rotary
 from vllm_ddtree.engine.hooks import IS_TREE
 from vllm_ddtree.options import METHOD, TreeOptions, plain_keys, split_options
@@ -141,7 +141,7 @@ def tree_options(vllm_config: VllmConfig) -> TreeOptions | None:
 
 def drafter_horizon(config: SpeculativeConfig) -> int:
     """Tokens that one drafter forward predicts: block size less the anchor (Chen et al., 2602.06036)."""
-    return int(config.draft_model_config.hf_config.block_size) - 1
+    return int(block_size(config.draft_model_config.hf_config.to_dict())) - 1
 
 
 def nodes_by_batch(config: SpeculativeConfig, seqs: int, scheduled: bool = True) -> list[int]:
