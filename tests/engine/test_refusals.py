@@ -18,7 +18,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_ddtree.engine import checks
-from vllm_ddtree.engine.config import tree_options
+from vllm_ddtree.engine.config import step_sizes, tree_options
 from vllm_ddtree.options import TreeOptions
 
 # vLLM counts the GPUs before anything asks ddtree.
@@ -177,10 +177,10 @@ def test_a_connector_that_only_the_resolved_config_has_is_refused(tiny):
     config = EngineArgs(
         model=tiny[0], speculative_config=tree(16, model=tiny[1]), **ARGS
     ).create_engine_config()
-    options = tree_options(config)
-    assert checks.resolved_problems(config, options) == []
+    options, sizes = tree_options(config), step_sizes(config)
+    assert checks.resolved_problems(config, options, sizes) == []
     config.kv_transfer_config = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")
-    (problem,) = checks.resolved_problems(config, options)
+    (problem,) = checks.resolved_problems(config, options, sizes)
     assert "can't run with a KV connector" in problem
 
 

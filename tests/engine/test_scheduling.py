@@ -18,7 +18,7 @@ from vllm_ddtree.engine import config, graphs
 
 TOKENS = 12
 CASES = {
-    "chunked prefill": {"max_num_batched_tokens": 136, "long_prefill_token_threshold": 16},
+    "chunked prefill": {"max_num_batched_tokens": 136, "long_prefill_token_threshold": 34},
     "async scheduling": {"async_scheduling": True},
     "no async scheduling": {"async_scheduling": False},
     "preemption": {"num_gpu_blocks_override": 6, "max_model_len": 128, "block_size": 32},
