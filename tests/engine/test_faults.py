@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import re
@@ -17,6 +18,7 @@ from driving import drive, free_blocks, runner
 from engines import SETTINGS, accepted_length, engine, generate, greedy, prompts, tree
 from oracle import oracle
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -268,3 +270,28 @@ def test_no_unpickling_while_an_engine_starts(tiny):
 )
 def test_too_little_memory_for_the_cache(tiny, blocks, words):
     assert words in start(tiny[0], tiny[1], num_gpu_blocks_override=blocks, block_size=32)
+
+
+def kept_by(llm):
+    """What a shut-down engine must let go of: storages by name. Tensors alone would not do, since a view of a
+    cache keeps all of it."""
+    work = runner(llm)
+    layers = work.compilation_config.static_forward_context
+    tensors = {name: layer.kv_cache for name, layer in layers.items() if hasattr(layer, "kv_cache")}
+    for name, owner in (("store", work.tree_store), ("step", work.tree_step), ("drafter", work.speculator)):
+        tensors |= {f"{name}.{k}": v for k, v in vars(owner).items() if isinstance(v, torch.Tensor)}
+    tensors |= {f"weights.{name}": weight for name, weight in work.speculator.model.named_parameters()}
+    return {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in tensors.items()}
+
+
+def test_an_engine_that_was_shut_down_keeps_no_memory(tiny):
+    """The engine object may outlive its shutdown, as in a process that starts one after the other; vLLM
+    itself gives cache and models back then."""
+    with engine(tiny, tree(20, ddtree_deriver="residual"), **SMALL) as llm:
+        generate(llm, prompts(2), greedy(6))
+        memory = kept_by(llm)
+        assert len(memory) > 30 and "store.draft_probs" in memory
+    gc.collect()
+    left = [name for name, storage in memory.items() if not storage.expired()]
+    assert left == []
+    del llm  # until here it was alive

@@ -24,7 +24,7 @@ from vllm_ddtree.engine.chain import chain_reason, has_custom_processors
 from vllm_ddtree.engine.config import step_sizes, tree_options
 from vllm_ddtree.engine.proposer import TreeSpeculator
 from vllm_ddtree.engine.scorer import TreeScorer
-from vllm_ddtree.engine.state import TreeStep, TreeStore, set_tree_state
+from vllm_ddtree.engine.state import TreeStep, TreeStore, set_tree_state, tree_state
 
 # A child of vLLM's logger, whose handlers and level the user already chose.
 logger = init_logger("vllm.ddtree")
@@ -140,6 +140,17 @@ class TreeRunnerMixin:
             )
         self._aux_hidden_states = []
         return output
+
+    def shutdown(self) -> None:
+        """Let go of views of the caches and of the trees, which vLLM doesn't know; it frees the rest.
+
+        The runner itself may stay reachable as long as the engine is.
+        """
+        if tree_state() is self.tree_step:
+            set_tree_state(None)
+        self._commit = self._slot_mappings = self._aux_hidden_states = None
+        self.tree_store = self.tree_step = self.rejection_sampler = self.draft_tokens_handler = None
+        super().shutdown()
 
 
 def _masks_of(rows: int) -> Callable[..., grammar.TreeMasks]:
