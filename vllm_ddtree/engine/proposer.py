@@ -160,13 +160,15 @@ class TreeSpeculator(DFlashSpeculator):
         def first(rows: torch.Tensor) -> torch.Tensor:
             return rows[: count * width].view(count, width, *rows.shape[1:])[:, :kept]
 
-        hidden = torch.cat([first(rows) for rows in aux_hidden_states], dim=-1)
+        hidden = [first(rows) for rows in aux_hidden_states]
+        if count > 1:  # one request's rows are views; those of more are copied, in one launch
+            hidden = [torch.cat(hidden, dim=-1)]
         batch = copy.copy(batch)
         batch.num_tokens = count * kept
         batch.num_scheduled_tokens = np.full(count, kept, dtype=batch.num_scheduled_tokens.dtype)
         batch.query_start_loc = self._kept_starts[: count + 1]
         batch.positions = first(batch.positions).flatten()
-        return batch, [hidden.flatten(0, 1)]
+        return batch, [rows.flatten(0, 1) for rows in hidden]
 
 
 def _verified_width(batch: InputBatch) -> int:
