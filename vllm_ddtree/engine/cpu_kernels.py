@@ -37,8 +37,10 @@ def stand_ins() -> Mapping[str, Callable[..., Any]]:
     }
 
 
-def apply_top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
-    """Mask logits [rows, vocab] by top-k [rows] and top-p [rows], vLLM's PyTorch way."""
+def apply_top_k_top_p(
+    logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None, has_topp_only_rows: bool = True
+) -> torch.Tensor:
+    """Mask logits [rows, vocab] by top-k [rows] and top-p [rows], vLLM's PyTorch way; 0.33 adds a hint."""
     return logits if k is None and p is None else apply_top_k_top_p_pytorch(logits, k, p)
 
 
@@ -132,12 +134,13 @@ def prepare_dflash_inputs(
     max_num_tokens: int,
     max_model_len: int,
     sample_from_anchor: bool = False,
+    *rest: Any,
 ) -> None:
-    """Fill the drafter's input buffers; arguments as in vLLM's function."""
-    if cp_size != 1:
-        _STOCK["prepare"](**locals())
-        return
+    """Fill the drafter's input buffers; arguments as in vLLM's function, 0.33's number of requests last."""
+    assert cp_size == 1, "a CPU has no context parallelism"
     width, steps, count = num_query_per_req, num_speculative_steps, input_batch.num_reqs
+    if rest and rest[0] is not None:
+        count = rest[0]
     first = 0 if sample_from_anchor else 1
     offset = torch.arange(width)
 
@@ -176,6 +179,11 @@ def prepare_dflash_inputs(
     for buffer, value in ((sample_indices, 0), (sample_pos, 0), (sample_idx_mapping, -1)):
         buffer[count * steps : max_num_reqs * steps] = value
     query_slot_mapping[count * width : max_num_tokens] = PAD_SLOT_ID
+    if hasattr(input_buffers, "is_padding"):  # vLLM 0.33
+        input_buffers.is_padding[: count * width] = False
+        for buffer, value in ((input_buffers.input_ids, 0), (input_buffers.positions, 0)):
+            buffer[count * width : max_num_tokens] = value
+        input_buffers.is_padding[count * width : max_num_tokens] = True
 
 
 def normalize_context_k(model: Any, all_k: torch.Tensor) -> torch.Tensor:
