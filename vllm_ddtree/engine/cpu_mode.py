@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 
+from vllm_ddtree.status import version_problem
+
 _SWITCHES = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
 def cpu_mode_requested() -> bool:
-    """Return whether the environment asks for Model Runner V2 on a CPU."""
-    return all(os.environ.get(name) == value for name, value in _SWITCHES.items())
+    """Return whether the environment asks for Model Runner V2 on a CPU, on a version of vLLM we know."""
+    return all(os.environ.get(name) == value for name, value in _SWITCHES.items()) and not version_problem()
 
 
 def platform_hook() -> None:

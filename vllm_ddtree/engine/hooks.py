@@ -1,15 +1,17 @@
 """Every place where vLLM is patched, as data: one row per target, probed before use.
 
 Owns installing the rows. A row whose target is missing or has another signature is not patched; the
-complaint is kept and raised only if an engine asks for ddtree.
-Invariant: engines that don't ask for ddtree run vLLM's own code, reached through one ``if``.
+complaint is kept and raised only if an engine asks for ddtree. On a version of vLLM that was not tried
+nothing is patched at all; the warning at import then says why, and vLLM that it knows no such method.
+Invariant: engines that don't ask for ddtree run vLLM's own code, reached through one ``if`` that raises for
+no argument, with the arguments as they were given.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -17,7 +19,6 @@ from typing import Any
 from vllm_ddtree.options import METHOD
 from vllm_ddtree.status import version_problem
 
-_INSTALLED = "_ddtree_installed"
 # Set on the SpeculativeConfig of a ddtree engine, which otherwise says method=dflash.
 IS_TREE = "_ddtree"
 
@@ -34,18 +35,21 @@ class Hook:
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def _runs_trees(vllm_config: Any) -> bool:
-    stored = vllm_config.additional_config
-    return isinstance(stored, dict) and METHOD in stored
+def _stored_options(vllm_config: Any) -> dict[str, Any] | None:
+    """What config.py put into a VllmConfig; None for an engine without ddtree, whose place for it may hold
+    anything."""
+    additional = getattr(vllm_config, "additional_config", None)
+    return additional.get(METHOD) if isinstance(additional, dict) else None
 
 
 def _wrap_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def add_cli_args(parser: Any) -> Any:
-        parser = original(parser)
-        for action in parser._actions:
-            if "--spec-method" in action.option_strings and action.choices is not None:
-                action.choices = [*action.choices, METHOD]
+    def add_cli_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
+        parser = original(parser, *args, **kwargs)
+        for action in getattr(parser, "_actions", ()):
+            choices = getattr(action, "choices", None)
+            if "--spec-method" in getattr(action, "option_strings", ()) and isinstance(choices, Iterable):
+                action.choices = [*choices, METHOD]
         return parser
 
     return add_cli_args
@@ -84,7 +88,7 @@ def _wrap_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_lookahead_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def num_lookahead_tokens(self: Any) -> int:
-        if not _runs_trees(self):
+        if _stored_options(self) is None:
             return original(self)
         from vllm_ddtree.engine.config import step_sizes
 
@@ -104,7 +108,7 @@ def _wrap_new_slots(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_scheduled_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _set_max_num_scheduled_tokens(self: Any) -> None:
-        if not _runs_trees(self):
+        if _stored_options(self) is None:
             original(self)
             return
         scheduler = self.scheduler_config
@@ -131,22 +135,19 @@ def _wrap_validate_spec_decode(original: Callable[..., Any]) -> Callable[..., An
     return _validate_spec_decode
 
 
-def _draws_children(manager: Any) -> bool:
-    return manager.vllm_config.additional_config[METHOD]["deriver"] == "residual"
-
-
 def _wrap_validate_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def validate_tokens(self: Any, request: Any, spec_tokens: list[int]) -> list[int]:
-        if not _runs_trees(self.vllm_config):
-            return original(self, request, spec_tokens)
+    def validate_tokens(self: Any, request: Any, spec_tokens: list[int], *args: Any, **kwargs: Any) -> Any:
+        options = _stored_options(getattr(self, "vllm_config", None))
+        if options is None:
+            return original(self, request, spec_tokens, *args, **kwargs)
         from vllm_ddtree.engine import grammar
 
         tokens = grammar.unpack(request, spec_tokens)
         if tokens is not None:
             return tokens
-        kept = original(self, request, spec_tokens)
-        return grammar.with_ruled_out(kept, spec_tokens) if _draws_children(self) else kept
+        kept = original(self, request, spec_tokens, *args, **kwargs)
+        return grammar.with_ruled_out(kept, spec_tokens) if options["deriver"] == "residual" else kept
 
     return validate_tokens
 
@@ -154,15 +155,20 @@ def _wrap_validate_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_grammar_bitmask(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def grammar_bitmask(
-        self: Any, requests: Any, structured_output_request_ids: Any, scheduled_spec_decode_tokens: Any
+        self: Any,
+        requests: Any,
+        structured_output_request_ids: Any,
+        scheduled_spec_decode_tokens: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         drafts = (requests, structured_output_request_ids, scheduled_spec_decode_tokens)
-        if not _runs_trees(self.vllm_config):
-            return original(self, *drafts)
+        if _stored_options(getattr(self, "vllm_config", None)) is None:
+            return original(self, *drafts, *args, **kwargs)
         from vllm_ddtree.engine import grammar
 
         with grammar.trees(*drafts), grammar.rows_of_step(self, *drafts[1:]):
-            return original(self, *drafts)
+            return original(self, *drafts, *args, **kwargs)
 
     return grammar_bitmask
 
@@ -244,26 +250,28 @@ HOOKS: tuple[Hook, ...] = (
 )
 
 _problems: list[str] = []
+# Rows that this process has patched: another plugin's wrapper around ours would hide that.
+_patched: set[Hook] = set()
 
 
 def asks_for_ddtree(engine_args: Any) -> bool:
     """Return whether this engine's speculative config, or ``--spec-method``, names our method."""
-    config = engine_args.speculative_config
-    named = config.get("method") if isinstance(config, dict) else None
-    return METHOD in (named, engine_args.spec_method)
+    config = getattr(engine_args, "speculative_config", None)
+    named = config.get("method") if isinstance(config, Mapping) else None
+    return METHOD in (named, getattr(engine_args, "spec_method", None))
 
 
 def install() -> None:
     """Patch every row of the table once per process; keep complaints for :func:`raise_problems`."""
-    problem = version_problem()
-    if problem:
-        _problems[:] = [problem]
+    if version_problem():
+        return
+    _problems.clear()
     for hook in HOOKS:
         owner = getattr(import_module(hook.module), hook.owner, None)
         found = inspect.getattr_static(owner, hook.method, None)
         is_property = isinstance(found, property)
         original = found.fget if is_property else getattr(owner, hook.method, None)
-        if getattr(original, _INSTALLED, False):
+        if hook in _patched:
             continue
         complaint = _probe(hook, original)
         if complaint:
@@ -271,9 +279,9 @@ def install() -> None:
             continue
         assert original is not None
         wrapped = hook.wrap(original)
-        setattr(wrapped, _INSTALLED, True)
         kind = property if is_property else staticmethod if isinstance(found, staticmethod) else None
         setattr(owner, hook.method, kind(wrapped) if kind else wrapped)
+        _patched.add(hook)
 
 
 def raise_problems() -> None:
@@ -286,7 +294,16 @@ def _probe(hook: Hook, original: Any) -> str | None:
     where = f"{hook.module}.{hook.owner}.{hook.method}"
     if original is None:
         return f"{where} does not exist here, and ddtree needs it ({hook.why})."
-    found = tuple(inspect.signature(original).parameters)
-    if found[: len(hook.parameters)] != hook.parameters:
-        return f"{where} takes {found}, ddtree expects {hook.parameters} ({hook.why})."
+    try:
+        parameters = inspect.signature(original).parameters
+    except (TypeError, ValueError) as error:
+        return f"{where} does not say what it takes ({error}), ddtree expects {hook.parameters} ({hook.why})."
+    kinds = inspect.Parameter
+    found = tuple(name for name, one in parameters.items() if one.kind is kinds.POSITIONAL_OR_KEYWORD)
+    expected = hook.parameters
+    if {kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD} <= {one.kind for one in parameters.values()}:
+        # Another plugin's wrapper without functools.wraps: it takes whatever comes and hands it on.
+        expected = expected[: len(found)]
+    if found[: len(expected)] != expected:
+        return f"{where} takes {tuple(parameters)}, ddtree expects {hook.parameters} ({hook.why})."
     return None
