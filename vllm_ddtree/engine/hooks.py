@@ -87,9 +87,9 @@ def _wrap_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_lookahead_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def num_lookahead_tokens(self: Any) -> int:
+    def num_lookahead_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _stored_options(self) is None:
-            return original(self)
+            return original(self, *args, **kwargs)
         from vllm_ddtree.engine.config import step_sizes
 
         return step_sizes(self).lookahead_slots
@@ -99,21 +99,21 @@ def _wrap_lookahead_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_new_slots(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def max_num_new_slots_for_drafting(self: Any) -> int:
-        return 0 if getattr(self, IS_TREE, False) else original(self)
+    def max_num_new_slots_for_drafting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return 0 if getattr(self, IS_TREE, False) else original(self, *args, **kwargs)
 
     return max_num_new_slots_for_drafting
 
 
 def _wrap_scheduled_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def _set_max_num_scheduled_tokens(self: Any) -> None:
+    def _set_max_num_scheduled_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _stored_options(self) is None:
-            original(self)
-            return
+            return original(self, *args, **kwargs)
         scheduler = self.scheduler_config
         if scheduler.max_num_scheduled_tokens is None:
             scheduler.max_num_scheduled_tokens = scheduler.max_num_batched_tokens
+        return None
 
     return _set_max_num_scheduled_tokens
 
