@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from driving import watch_widths
-from engines import accepted_length, counters, engine, generate, greedy, prompts, tree
+import torch
+from driving import drive, watch_widths
+from engines import GPU, accepted_length, counters, engine, generate, greedy, prompts, runner, tree
 from oracle import oracle
 from vllm import SamplingParams
 from vllm.config.compilation import CUDAGraphMode
@@ -42,6 +43,40 @@ def test_text_is_unchanged(tiny, plain, case):
         assert generate(llm, long_prompts(), greedy(TOKENS)) == plain
         if case == "preemption":
             assert counters(llm)["vllm:num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("eager", [True, False] if GPU else [True])
+@pytest.mark.parametrize("deriver", ["draw", "residual"])
+def test_a_dummy_batch_leaves_the_trees_of_requests_alone(tiny, deriver, eager):
+    """vLLM runs made-up requests 0, 1, ... beside live ones, where a rank of data parallelism idles and while
+    it profiles. Their trees must not take the place of those that the next step verifies."""
+    asked = {str(i): (prompt, greedy(TOKENS)) for i, prompt in enumerate(prompts(3, seed=5))}
+    changed = []
+
+    def run(llm, between_steps):
+        llm.reset_prefix_cache()
+        steps = []
+
+        def after(step):
+            steps.append(step)
+            between_steps(llm)
+
+        ends = drive(llm, asked, after)
+        return len(steps), [list(ends[name].outputs[0].token_ids) for name in asked]
+
+    def dummies(llm):
+        work = runner(llm)
+        stored = {name: value for name, value in vars(work.tree_store).items() if torch.is_tensor(value)}
+        before = {name: tensor[:-1].clone() for name, tensor in stored.items()}
+        llm.llm_engine.engine_core.execute_dummy_batch()
+        work._dummy_run(3 * 21, uniform_decode=True)
+        work._dummy_run(7)
+        changed.extend(name for name, rows in before.items() if not torch.equal(stored[name][:-1], rows))
+
+    with engine(tiny, tree(20, ddtree_deriver=deriver), enforce_eager=eager) as llm:
+        alone = run(llm, lambda _llm: None)
+        assert run(llm, dummies) == alone
+    assert changed == []
 
 
 def test_prefix_cache_hit_gives_the_same_text(tiny):

@@ -46,6 +46,7 @@ class TreeSpeculator(DFlashSpeculator):
             size = self.store.draft_probs.nbytes / 2**20
             logger.info("ddtree: the residual deriver keeps %.0f MiB of draft distributions.", size)
         self._nodes = torch.zeros(self.max_num_reqs, options.num_nodes, dtype=torch.int64, device=device)
+        self._made_up = False  # the requests of this batch are not real
         self._budgets = torch.full((self.max_num_reqs,), options.num_nodes, dtype=torch.int32, device=device)
         self._grown_to = options.num_nodes
         self._kept_starts = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
@@ -118,10 +119,11 @@ class TreeSpeculator(DFlashSpeculator):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Draft for the batch; returns the nodes in pop order, [num_reqs, nodes] int64."""
+        self._made_up = bool(kwargs.get("dummy_run"))
         self._grow_to(kwargs.get("num_speculative_tokens"))
         width = _verified_width(input_batch)
         kept = self.sizes.accepted_rows
-        if width > kept and aux_hidden_states and not kwargs.get("dummy_run"):
+        if width > kept and aux_hidden_states and not self._made_up:
             input_batch, aux_hidden_states = self._accepted_rows(input_batch, aux_hidden_states, width)
             num_rejected = num_rejected - (width - kept)
         drafted = super().propose(
@@ -139,6 +141,13 @@ class TreeSpeculator(DFlashSpeculator):
             # vLLM profiles a draft of no more rows than the target's; all requests at once can have more.
             self._run_model(self.max_num_reqs * self.num_query_per_req, None, None, None)
         return self._nodes[: drafted.shape[0]]
+
+    def _prepare_eplb_forward(self, num_unpadded_tokens: int) -> None:
+        """The last of vLLM's calls before it drafts, eagerly or by replaying a graph."""
+        super()._prepare_eplb_forward(num_unpadded_tokens)
+        if self._made_up:
+            # Named 0, 1, ... as live requests are; as padded rows they leave their trees alone.
+            self.sample_idx_mapping.fill_(-1)
 
     def _grow_to(self, nodes: int | None) -> None:
         """Build no more nodes than the scheduler will take, None for all; graphs read how many."""
@@ -169,6 +178,13 @@ class TreeSpeculator(DFlashSpeculator):
         batch.query_start_loc = self._kept_starts[: count + 1]
         batch.positions = first(batch.positions).flatten()
         return batch, [rows.flatten(0, 1) for rows in hidden]
+
+    def _prepare_eplb_forward(self, num_unpadded_tokens: int) -> None:
+        """The last of vLLM's calls before it drafts, eagerly or by replaying a graph."""
+        super()._prepare_eplb_forward(num_unpadded_tokens)
+        if self._made_up:
+            # Named 0, 1, ... as live requests are; as padded rows they leave their trees alone.
+            self.sample_idx_mapping.fill_(-1)
 
 
 def _verified_width(batch: InputBatch) -> int:
