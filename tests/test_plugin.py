@@ -224,10 +224,39 @@ def test_one_small_number_of_nodes_where_no_schedule_can_be_followed():
     assert (found.num_nodes, rest) == (16, {"model": "x"})
 
 
-@pytest.mark.parametrize("target", ["Qwen/Qwen3-8B", "/models/Qwen3-8B/", "qwen/qwen3-8b"])
+SNAPSHOT = "snapshots/b968826d9c46dd6066d109eabc6255188de91218"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "Qwen/Qwen3-8B",
+        "/models/Qwen3-8B/",
+        "qwen/qwen3-8b",
+        # What vLLM makes of an id where HF_HUB_OFFLINE=1, without and with VLLM_USE_MODELSCOPE=1.
+        f"/root/.cache/huggingface/hub/models--Qwen--Qwen3-8B/{SNAPSHOT}",
+        f"/root/.cache/huggingface/hub/models--Qwen--Qwen3-8B/{SNAPSHOT}/",
+        "/root/.cache/modelscope/hub/models/Qwen/Qwen3-8B",
+        "/root/.cache/modelscope/hub/Qwen/Qwen3-8B",
+    ],
+)
 def test_known_drafter(target):
     row = drafters.find_drafter(target)
     assert row is not None and row.drafter == "z-lab/Qwen3-8B-DFlash-b16"
+
+
+def test_known_drafter_of_a_name_with_a_dot():
+    """ModelScope writes three underscores for a dot in the names of its folders."""
+    row = drafters.find_drafter("/root/.cache/modelscope/hub/models/LLM-Research/Llama-3___1-8B-Instruct")
+    assert row is not None and row.target == "meta-llama/Llama-3.1-8B-Instruct"
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["", "/", SNAPSHOT, "/models/snapshots", f"/models/{SNAPSHOT}", f"models--Qwen--Other/{SNAPSHOT}"],
+)
+def test_no_drafter_is_known(target):
+    assert drafters.find_drafter(target) is None
 
 
 def test_version_problem_of_this_environment():

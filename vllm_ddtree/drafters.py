@@ -34,13 +34,19 @@ def find_drafter(target: str) -> Drafter | None:
     """Return the row for a target's model id or local folder of that name, or None.
 
     Args:
-        target: the ``model`` given to vLLM; a local path matches by its last component.
+        target: the ``model`` given to vLLM, or the cache folder that vLLM makes of it where it works
+            offline; a local path matches by its name.
     """
-    name = target.rstrip("/").split("/")[-1].lower()
-    for row in DRAFTERS:
-        if target.lower() == row.target.lower() or name == row.target.split("/")[-1].lower():
-            return row
-    return None
+    name = _model_name(target).lower()
+    return next((row for row in DRAFTERS if row.target.split("/")[-1].lower() == name), None)
+
+
+def _model_name(target: str) -> str:
+    """The name in an id or a path, also that of a folder in a cache of Hugging Face or ModelScope."""
+    *_, folder, kind, name = ["", "", *target.rstrip("/").split("/")]
+    if kind == "snapshots" and folder.startswith("models--"):  # models--ORGANISATION--NAME/snapshots/HASH
+        name = folder.split("--")[-1]
+    return name.replace("___", ".")  # ModelScope's folders have no dot in their names
 
 
 def block_size(config: dict[str, Any]) -> Any:
