@@ -77,6 +77,7 @@ def test_bad_option(tiny, options, words):
 def test_a_budget_below_one_tree(tiny):
     text = refuse(tiny[0], tree(200, model=tiny[1]), max_num_batched_tokens=200)
     assert "200 nodes need max_num_batched_tokens >= 201" in text
+    assert "max_num_scheduled_tokens" not in text
 
 
 @pytest.mark.parametrize("name", ["long_prefill_token_threshold", "max_num_scheduled_tokens"])
