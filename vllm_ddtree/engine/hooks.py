@@ -147,7 +147,7 @@ def _wrap_validate_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
         if tokens is not None:
             return tokens
         kept = original(self, request, spec_tokens, *args, **kwargs)
-        return grammar.with_ruled_out(kept, spec_tokens) if options["deriver"] == "residual" else kept
+        return grammar.with_ruled_out(kept, spec_tokens) if options.get("deriver") == "residual" else kept
 
     return validate_tokens
 
