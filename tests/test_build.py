@@ -2,60 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from machines import copy_source, environment, pip_wheel
 
-ROOT = Path(__file__).parent.parent
 GPU = Path("/dev/nvidia0").exists()
 
 
 @pytest.fixture
 def source(tmp_path) -> Path:
-    """A copy of what the build reads."""
-    copy = tmp_path / "source"
-    shutil.copytree(ROOT / "csrc", copy / "csrc")
-    (copy / "vllm_ddtree").mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "vllm_ddtree/__init__.py"):
-        shutil.copy(ROOT / name, copy / name)
-    return copy
+    return copy_source(tmp_path / "source")
 
 
 @pytest.fixture
 def machine(tmp_path):
-    """A function that makes the environment of another machine: which programs it has."""
-
-    def make(gpu: bool = False, compiler: bool = True, **variables: str) -> dict[str, str]:
-        programs = tmp_path / "bin"
-        programs.mkdir()
-        wanted = ["sh", "env", "uname", "readelf", "ninja", "ldd"]
-        wanted += ["c++", "g++", "gcc", "cc", "as", "ld"] if compiler else []
-        for name in wanted:
-            if found := shutil.which(name):
-                (programs / name).symlink_to(found)
-        if gpu:  # the same answer as the driver's tool gives; /dev/nvidia0 can't be made here
-            smi = programs / "nvidia-smi"
-            smi.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-0)'\n")
-            smi.chmod(0o755)
-        keep = {
-            k: v for k, v in os.environ.items() if not k.startswith(("DDTREE_", "CUDA", "LDFLAGS", "CXX"))
-        }
-        # CUDA_HOME, where it is set, is the only place looked at: hides a toolkit in /usr/local.
-        return keep | {"PATH": str(programs), "CUDA_HOME": "/nowhere", "MAX_JOBS": "2"} | variables
-
-    return make
-
-
-def pip_wheel(source: Path, environment: dict[str, str]) -> tuple[int, str, list[Path]]:
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run(
-        [*command, "-w", source / "out", source], env=environment, capture_output=True, text=True
-    )
-    return done.returncode, done.stdout + done.stderr, list((source / "out").glob("*.whl"))
+    return lambda **what: environment(tmp_path / "bin", **what)
 
 
 @pytest.mark.parametrize(

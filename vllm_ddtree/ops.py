@@ -10,6 +10,7 @@ load on first use).
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,26 +25,47 @@ OPS = ("build", "retrieve", "ancestor_mask", "walk", "walk_coins", "walk_residua
 # A step's bookkeeping (step.py), which only CUDA has in one launch each.
 STEP_OPS = ("top_logps", "build_trees", "begin_step", "walk_rows", "commit_cache", "commit_rows")
 _LIBRARY = Path(__file__).with_name("_C.abi3.so")
+_REMEDY = (
+    "install the wheel (pip install --force-reinstall --no-deps vllm_ddtree-*.whl), or reinstall where a "
+    "C++20 compiler and, for a GPU, nvcc 13 are"
+)
 
 
 def _fake(*_args: object) -> None:
     return None  # every op writes into given tensors and returns nothing
 
 
+def _cut_off(library: Path) -> str | None:
+    """Says that a library ends before its section headers, which come last; loading it is a bus error."""
+    with library.open("rb") as file:
+        head = file.read(64)
+        found = file.seek(0, 2)
+    if len(head) < 64 or not head.startswith(b"\x7fELF\x02\x01"):
+        return None  # the loader says what it is
+    start, size, count = struct.unpack_from("<Q10xHH", head, 40)
+    wanted = start + size * count
+    return f"is cut off: {found} bytes of {wanted}" if found < wanted else None
+
+
 def _load(library: Path) -> str | None:
     """Loads the extension; returns why not, in one line, when it cannot."""
     if not hasattr(torch.ops.ddtree, "build"):  # a second load would define the ops twice, which aborts
         if not library.exists():
-            return f"{library.name} was not built; reinstall with a C++ compiler (and nvcc for CUDA) on PATH"
+            return f"{library.name} was not built; {_REMEDY}"
         try:
+            if cut := _cut_off(library):
+                return f"{library.name} {cut}; {_REMEDY}"
             torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
         except (OSError, RuntimeError) as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            version = torch.__version__
-            return f"{library.name} does not load beside torch {version} ({first}); needs torch >= 2.10"
+            reason = error.__cause__ or error  # torch names the file, the loader's own line is behind it
+            first = (str(reason).strip() or type(reason).__name__).splitlines()[0]
+            return (
+                f"{library.name} does not load beside torch {torch.__version__} ({first}); it needs "
+                f"torch >= 2.10; {_REMEDY}"
+            )
     missing = [name for name in OPS + STEP_OPS if not hasattr(torch.ops.ddtree, name)]
     if missing:
-        return f"{library.name} lacks {', '.join(missing)}; it is from another version, reinstall vllm-ddtree"
+        return f"{library.name} lacks {', '.join(missing)}, so it is of another version; {_REMEDY}"
     for name in OPS + STEP_OPS:
         torch.library.register_fake(f"ddtree::{name}", _fake)
     return None
@@ -73,7 +95,7 @@ def kernels_error(device: str | None = None) -> str | None:
     device = device or _default_device()
     if has_kernels(device):
         return None
-    return _LOAD_ERROR or f"{_LIBRARY.name} was built without {device} kernels; reinstall with nvcc on PATH"
+    return _LOAD_ERROR or f"{_LIBRARY.name} was built without {device.upper()} kernels; {_REMEDY}"
 
 
 def _compiled(tensor: Tensor) -> bool:
@@ -81,6 +103,11 @@ def _compiled(tensor: Tensor) -> bool:
     device = tensor.device.type
     if _DEVICES.get(device, False):
         return True
+    if device == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph needs ddtree's compiled kernels, because the reference path waits for the device: "
+            f"{kernels_error(device)}"
+        )
     if device not in _announced:
         _announced.add(device)
         logger.warning("ddtree: using the slower reference path on %s: %s", device, kernels_error(device))

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,6 +126,22 @@ def test_without_a_usable_module_the_reference_serves(tmp_path, library, reason)
     assert done.stdout.startswith("[1, 3, 7] False ") and reason in done.stdout
     assert len(done.stdout.splitlines()) == 1
     assert done.stderr.count("slower reference path") == 1, done.stderr
+
+
+def test_the_reference_is_never_captured(monkeypatch):
+    """Without a GPU torch is told of one that captures; the reference would wait for the device."""
+    parents = torch.tensor([[-1, 0]], dtype=torch.int32)
+    counts, mask = torch.ones(1, dtype=torch.int32), torch.zeros(1, 2, 1, dtype=torch.int32)
+    monkeypatch.setattr(ops, "_DEVICES", {"cpu": False, "cuda": False})
+    if torch.cuda.is_available():
+        parents, counts, mask = to("cuda", parents, counts, mask)
+        with pytest.raises(RuntimeError, match="CUDA graph needs"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            ops.ancestor_mask(parents, counts, mask)
+    else:
+        for name in ("is_available", "is_current_stream_capturing"):
+            monkeypatch.setattr(torch.cuda, name, lambda: True)
+        with pytest.raises(RuntimeError, match=r"CUDA graph needs.* install the wheel"):
+            ops._compiled(SimpleNamespace(device=torch.device("cuda")))
 
 
 def test_kernels_error_is_consistent():

@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_ddtree import ops
 from vllm_ddtree.engine import checks
 from vllm_ddtree.engine.config import step_sizes, tree_options
 from vllm_ddtree.options import TreeOptions
@@ -240,6 +241,39 @@ def test_blackwells_own_kernel_for_heads_of_256_is_refused(
     refused = (version, head_size, backend) == (None, 256, "auto")
     assert ["heads of 256" in problem for problem in problems((10, 0))] == [True] * refused
     assert problems((9, 0)) == []
+
+
+class ToldOfAGpu:
+    """vLLM's platform as ddtree's checks see it, saying that it is a GPU."""
+
+    def __init__(self, capability):
+        self.capability = capability
+
+    def is_cuda(self):
+        return True
+
+    def is_cpu(self):
+        return False
+
+    def get_device_capability(self):
+        return self.capability
+
+    def __getattr__(self, name):
+        return getattr(current_platform, name)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("capability", [None, DeviceCapability(7, 5), DeviceCapability(12, 0)])
+def test_a_gpu_that_could_not_run_the_kernels(tiny, monkeypatch, kernels, capability):
+    """Real libraries that are broken are in tests/test_status.py."""
+    monkeypatch.setattr(checks, "current_platform", ToldOfAGpu(capability))
+    monkeypatch.setattr(ops, "_DEVICES", {"cpu": True, "cuda": kernels})
+    wanted = ["needs its compiled CUDA kernels"] * (not kernels)
+    wanted += ["8.0 (Ampere) or newer, found 7.5"] * (capability == (7, 5))
+    found = checks.platform_problems()
+    assert len(found) == len(wanted) and all(words in text for words, text in zip(wanted, found, strict=True))
+    if wanted:
+        assert all(text in refuse(tiny[0], tree(16, model=tiny[1])) for text in found)
 
 
 @not_on_one_gpu

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from vllm import envs
 from vllm.platforms import current_platform
 
+from vllm_ddtree import ops
 from vllm_ddtree.drafters import block_size
 from vllm_ddtree.options import TreeOptions
 from vllm_ddtree.sizes import StepSizes
@@ -64,10 +65,30 @@ def platform_problems() -> list[str]:
             problems.append(problem)
     elif envs.VLLM_USE_V2_MODEL_RUNNER is False:
         problems.append(_needs_v2("VLLM_USE_V2_MODEL_RUNNER=0 is set"))
+    if current_platform.is_cuda():
+        problems += _gpu_problems()
     if envs.VLLM_BATCH_INVARIANT:
         problems.append(
             "VLLM_BATCH_INVARIANT=1 promises results that no batch changes, but a tree's rows round as its "
             "width and the requests beside it make them. Unset it, or serve without speculation."
+        )
+    return problems
+
+
+def _gpu_problems() -> list[str]:
+    """Kernels that are missing, or that this GPU can't run."""
+    problems = []
+    missing = ops.kernels_error("cuda")
+    if missing:
+        problems.append(
+            "on a GPU, ddtree needs its compiled CUDA kernels, because the reference path waits for the "
+            f"device, which no CUDA graph can hold: {missing}."
+        )
+    capability = current_platform.get_device_capability()
+    if capability is not None and capability < (8, 0):
+        problems.append(
+            "ddtree needs a GPU of compute capability 8.0 (Ampere) or newer, found "
+            f"{capability.as_version_str()}: its kernels use what older ones lack. Serve without ddtree."
         )
     return problems
 

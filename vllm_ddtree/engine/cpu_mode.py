@@ -45,14 +45,22 @@ class _InterpreterDriver:
         return True
 
 
-def cpu_mode_problem() -> str | None:
-    """Return the sentence for a user who starts ddtree on a CPU that is not set up for it, or None."""
+def switches_problem() -> str | None:
+    """Return the sentence for a CPU where the mode is off, or None. Needs no vLLM."""
     missing = [f"{name}={value}" for name, value in _SWITCHES.items() if os.environ.get(name) != value]
     if missing:
         return (
             "on a CPU, ddtree needs vLLM's Model Runner V2 through Triton's interpreter, which is off: set "
             f"{' and '.join(missing)} before starting vLLM. It is slow and meant for tests."
         )
+    return None
+
+
+def cpu_mode_problem() -> str | None:
+    """Return the sentence for a user who starts ddtree on a CPU that is not set up for it, or None."""
+    problem = switches_problem()
+    if problem:
+        return problem
     from vllm.triton_utils import HAS_TRITON
 
     if not HAS_TRITON:
