@@ -1,12 +1,12 @@
 """The time of one decode step by stage, and the speed at imposed accepted lengths, for Qwen3-8B's real shape.
 
-    python scripts/bench_step.py --out result.json            (needs a GPU)
+    python bench/step.py --out result.json            (needs a GPU)
 
 Weights are dummies, so accepted lengths are imposed on the chain and the trees (``--synthetic``: what is
 published for the pair). All engines are up at once and take turns. Per step, medians: GPU time between CUDA
 events around the stages of the model runner: verify (inputs, attention metadata, target forward),
 walk + commit (logits and sampling included) and draft + build (drafter forward included); ``own`` is what
-is ours alone of these outside the graphs (positions and masks, walk, commit; bench_ops.py times the build);
+is ours alone of these outside the graphs (positions and masks, walk, commit; ops.py times the build);
 the host's time in the same calls; the wall clock. Speed is accepted length over wall time, against no
 speculation in the same run.
 """
@@ -15,18 +15,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_engine import Engine, modes
-from bench_models import write_configs
-from bench_plot import draw
+if not __package__:
+    import _as_package  # noqa: F401  run as a file: its siblings are the package `bench`
+
+from bench.engines import Engine, all_up, llm_settings, modes
+from bench.models import write_configs
+from bench.plot import draw
+from bench.records import Record
 
 
 def main() -> None:
-    """Start every engine, measure every cell, print the table, write JSON."""
+    """Start every engine, measure every cell, print the table, write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--nodes", type=int, nargs="+", default=[16, 64, 128, 256])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
@@ -36,26 +39,19 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, default=10.0, help="of each engine; bigger cells are skipped")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    target, drafter = write_configs(Path(tempfile.mkdtemp()))
+    record = Record(args.out, args)
+    target, drafter = write_configs(Path(tempfile.mkdtemp()), "8b")
     seqs = max(args.batches)
-    common = {
-        "model": str(target),
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "max_model_len": max(args.contexts) + args.max_tokens + 600,
-        "max_num_seqs": seqs,
-        "max_num_batched_tokens": max(16384, seqs * 600),
-        "kv_cache_memory_bytes": int(args.kv_gib * 2**30),
-        "gpu_memory_utilization": 0.05,  # only checked against free memory
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    engines = {
-        name: Engine(name, common | extra, args.out.with_suffix(f".{name}.log"))
-        for name, extra in modes(str(drafter), args.nodes, seqs, args.synthetic).items()
-    }
-    for engine in engines.values():
-        engine.receive()
-        print(f"{engine.name}: ready", flush=True)
+    length = max(args.contexts) + args.max_tokens + 600
+    common = llm_settings(str(target), length, seqs, max(16384, seqs * 600), args.kv_gib)
+    common |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    wanted = modes(str(drafter), args.nodes, seqs, args.synthetic)
+    with all_up({name: common | extra for name, extra in wanted.items()}, args.out) as engines:
+        _measure(engines, args, record)
+    draw(args.out)
+
+
+def _measure(engines: dict[str, Engine], args: argparse.Namespace, record: Record) -> None:
     # 36 target layers and 5 of the drafter, 8 heads of 128, K and V, bf16
     capacity = args.kv_gib * 2**30 / (41 * 8 * 128 * 2 * 2)
     rows: list[dict[str, Any]] = []
@@ -76,10 +72,7 @@ def main() -> None:
             row["speedup"] = row["tokens_per_second"] / base
             rows.append(row)
             print(_line(row), flush=True)
-        args.out.write_text(json.dumps(rows, indent=1))
-    for engine in engines.values():
-        engine.stop()
-    draw(args.out)
+        record.write(rows)
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """What a warm engine must no longer do on a GPU: wait for the device, compile, or capture a graph.
 
-    python scripts/check_steady.py --target DIR --drafter DIR --nodes 64 --out result.json
+    python bench/steady.py --target DIR --drafter DIR --nodes 64 --out result.json
 
 Serves every batch size twice, greedy and sampled, then counts over a third pass: host synchronisations that
 torch's sync debug mode reports, with the line that caused them; torch.compile graphs; Triton compilations;
@@ -16,7 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench_engine import Engine, modes
+if not __package__:
+    import _as_package  # noqa: F401  run as a file: its siblings are the package `bench`
+
+from bench.engines import Engine, all_up, llm_settings, modes
+from bench.records import Record
 
 
 def main() -> int:
@@ -28,24 +32,16 @@ def main() -> int:
     parser.add_argument("--profile", type=Path, help="write host and GPU time of a step at batch 1 here")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    settings = {
-        "model": args.target,
-        "dtype": "bfloat16",
-        "max_model_len": 1024,
-        "max_num_seqs": args.max_num_seqs,
-        "max_num_batched_tokens": 8192,
-        "kv_cache_memory_bytes": 2 * 2**30,
-        "gpu_memory_utilization": 0.05,  # only checked against free memory
-        **modes(args.drafter, [args.nodes], args.max_num_seqs)[f"tree{args.nodes}"],
-    }
-    engine = Engine("tree", settings, args.out.with_suffix(".log"))
-    engine.receive()
-    counts = steady(engine, list(range(1, args.max_num_seqs + 1)))
-    print(json.dumps(counts, indent=1))
-    args.out.write_text(json.dumps(counts, indent=1))
-    if args.profile:
-        engine.profile(args.profile)
-    engine.stop()
+    record = Record(args.out, args)
+    name = f"tree{args.nodes or ''}"
+    settings = llm_settings(args.target, 1024, args.max_num_seqs, 8192, kv_gib=2) | {"dtype": "bfloat16"}
+    settings |= modes(args.drafter, [args.nodes], args.max_num_seqs)[name]
+    with all_up({name: settings}, args.out) as engines:
+        counts = steady(engines[name], list(range(1, args.max_num_seqs + 1)))
+        print(json.dumps(counts, indent=1))
+        record.write([{"steady": name} | counts])
+        if args.profile:
+            engines[name].profile(args.profile)
     return int(bool(broken(counts)))
 
 

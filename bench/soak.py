@@ -1,16 +1,16 @@
 """A server (or an engine) under random load, watched for wrong text, stuck requests and leaks.
 
-    python scripts/soak.py --requests 300                         # server, bursts, disconnects, bad requests
-    python scripts/soak.py --offline --steps 5000                 # in process, random aborts
-    python scripts/soak.py --offline --steps 5000 --heap 5000     # the same, and what the memory is made of
-    python scripts/soak.py --restarts 5                           # start and stop an engine again and again
-    python scripts/soak.py --target DIR --drafter DIR --nodes 64  # any pair; without it tiny random models
+    python bench/soak.py --requests 300                         # server, bursts, disconnects, bad requests
+    python bench/soak.py --offline --steps 5000                 # in process, random aborts
+    python bench/soak.py --offline --steps 5000 --heap 5000     # the same, and what the memory is made of
+    python bench/soak.py --restarts 5                           # start and stop an engine again and again
+    python bench/soak.py --target DIR --drafter DIR --nodes 64  # any pair; without it tiny random models
 
 The greedy answers that survivors must get come from an engine without speculation, in a process of its own.
 Where rounding depends on the batch (a GPU, 16-bit types), an answer may part from them at a near tie of
 the two best tokens; such answers are counted apart, and an engine without speculation reads each of them
 afterwards: every token must be the best after those before it, but for the noise.
-Writes a JSON report; exit status 1 when a check failed.
+Writes a record; exit status 1 when a check failed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,14 @@ from typing import Any
 
 import psutil
 
+if not __package__:
+    import _as_package  # noqa: F401  run as a file: its siblings are the package `bench`
+
+from bench.records import Record
 from vllm_ddtree.options import DEFAULT_NODES
 
-ROOT = Path(__file__).parent.parent
-sys.path += [str(ROOT / "tests"), str(ROOT / "scripts")]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path += [str(ROOT / "tests"), str(ROOT / "scripts")]  # tiny_models.py and demo.py
 GPU = shutil.which("nvidia-smi") is not None
 os.environ.update({"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"})
 if not GPU:
@@ -133,8 +137,9 @@ def make_prompts(args: argparse.Namespace) -> list[list[int]]:
     draw = random.Random(args.seed)
     longest = args.max_model_len - args.max_tokens
     if args.texts:
-        from bench_e2e import CHAT
         from transformers import AutoTokenizer
+
+        from bench.e2e import CHAT
 
         encode = AutoTokenizer.from_pretrained(args.target).encode
         texts = [encode(CHAT[i % len(CHAT)] + "\n") for i in range(args.prompts)]
@@ -210,7 +215,7 @@ def answers(args: argparse.Namespace) -> list[dict[str, list[Any]]]:
 
 def noise(args: argparse.Namespace) -> float:
     """Log units by which rounding may move a token from the best; 0 where it does not depend on the batch."""
-    from check_gpu import NOISE
+    from bench.check import NOISE
 
     return NOISE[args.dtype] if GPU or args.dtype != "float32" else 0.0
 
@@ -348,7 +353,7 @@ class Watch:
     """The engine's heap over its steps (heap.py), 20 rows, and what grew in its second half."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        import heap
+        from bench import heap
 
         self.heap, self.every, self.trace = heap, max(args.heap // 20, 1), args.trace
         self.half, self.rows = args.heap // 2, []
@@ -605,6 +610,7 @@ def main() -> int:
         part = {"answers": answers, "offline": offline, "restarts": restarts, "judge": judge}[args.inside]
         Path(args.output).write_text(json.dumps(part(args)))
         return 0
+    record = Record(Path(args.output), args)
     with tempfile.TemporaryDirectory() as folder:
         if args.target is None:
             import tiny_models
@@ -627,10 +633,8 @@ def main() -> int:
             listed.write_text(json.dumps(parted))
             report["near_ties_read_again"] = inside(args, "judge", {"SOAK_PARTED": str(listed)})
             report["wrong_text"] += report["near_ties_read_again"].pop("wrong")
-    report["command"] = "python scripts/soak.py " + " ".join(sys.argv[1:])
-    report["machine"] = {"cores": os.cpu_count(), "gpu": GPU}
     report["good"] = good(report)
-    Path(args.output).write_text(json.dumps(report, indent=1) + "\n")
+    record.write([report])
     print(json.dumps(report, indent=1))
     return 0 if report["good"] else 1
 

@@ -1,22 +1,28 @@
-"""Pictures of the benchmarks' JSON: what bench_e2e.py and bench_step.py draw beside their results.
+"""Pictures of the benchmarks' JSON: what e2e.py, step.py and ab.py draw beside their results.
 
-python scripts/bench_plot.py result.json        (writes result.png; needs matplotlib)
+python bench/plot.py result.json        (writes result.png; needs matplotlib)
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
+
+if not __package__:
+    import _as_package  # noqa: F401  run as a file: its siblings are the package `bench`
+
+from bench.records import read
 
 COLOURS = {"none": "#666666", "chain": "#c44e52", "tree": ("#a6cbe3", "#5b9bc8", "#1f5f99", "#0b2f52")}
 
 
 def main() -> None:
-    for name in sys.argv[1:]:
-        draw(Path(name))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
+    for path in parser.parse_args().results:
+        draw(path)
 
 
 def draw(path: Path) -> None:
@@ -27,10 +33,17 @@ def draw(path: Path) -> None:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError:
-        print(f"no picture: matplotlib is not installed here; run scripts/bench_plot.py {path} where it is")
+        print(f"no picture: matplotlib is not installed here; run bench/plot.py {path} where it is")
         return
-    data = json.loads(path.read_text())
-    figure = _speeds(plt, data) if isinstance(data, dict) else _stages(plt, data)
+    cells = read(path)["cells"]
+    if "gpu_ms" in cells[0]:
+        figure = _stages(plt, cells)
+    elif "tokens_per_second" in cells[0]:
+        figure = _speeds(plt, cells)
+    else:
+        raise SystemExit(
+            f"{path}: e2e, step and ab results have pictures; found cells of {sorted(cells[0])}."
+        )
     figure.savefig(path.with_suffix(".png"), dpi=110, bbox_inches="tight")
     print(f"written: {path.with_suffix('.png')}")
 
@@ -43,9 +56,9 @@ def _colour(mode: str, modes: list[str]) -> Any:
     return shades[1 + trees.index(mode)] if len(trees) < len(shades) else shades[trees.index(mode) % 4]
 
 
-def _speeds(plt: Any, data: dict[str, Any]) -> Any:
+def _speeds(plt: Any, cells: list[dict[str, Any]]) -> Any:
     """Speed over no speculation by batch, one panel per prompt set and temperature; bars are the rounds."""
-    cells = [cell for cell in data["cells"] if "batch" in cell]
+    cells = [cell for cell in cells if "batch" in cell]
     kinds = list(dict.fromkeys(cell["prompts"] for cell in cells))
     heats = list(dict.fromkeys(cell["temperature"] for cell in cells))
     figure, axes = plt.subplots(
@@ -95,11 +108,12 @@ def _stages(plt: Any, rows: list[dict[str, Any]]) -> Any:
             axis.bar([row["mode"] for row in chosen], height, bottom=bottom, color=colour, label=stage)
             bottom = [a + b for a, b in zip(bottom, height, strict=True)]
         for i, row in enumerate(chosen):
-            axis.text(i, bottom[i], f"{row.get('speedup', 1):.2f}x", ha="center", va="bottom", fontsize=8)
+            text = f"{row['speedup']:.2f}x" if "speedup" in row else f"{row['wall_ms'] or 0:.2f} ms"
+            axis.text(i, bottom[i], text, ha="center", va="bottom", fontsize=8)
         axis.set_title(f"batch {batch}, context {context}", fontsize=9)
         axis.tick_params(axis="x", rotation=45)
         axis.margins(y=0.12)
-    axes[0][0].set_ylabel("GPU ms per step (text: speed over none)")
+    axes[0][0].set_ylabel("GPU ms per step (text: speed over none, or wall)")
     axes[0][0].legend(fontsize=7, loc="lower right")
     figure.tight_layout()
     return figure

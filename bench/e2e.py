@@ -1,6 +1,6 @@
 """Tokens per second of no speculation, the chain and trees, in one run, interleaved.
 
-    python scripts/bench_e2e.py --target DIR --drafter DIR --out result.json
+    python bench/e2e.py --target DIR --drafter DIR --out result.json
 
 Every cell (prompt set, temperature, batch) asks all engines in turn, several rounds; the table gives
 the median and the spread over rounds, losses included. Prompt sets are reported apart: HumanEval as
@@ -12,15 +12,17 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import platform
 import statistics
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench_engine import Engine, modes
-from bench_plot import draw
-from check_steady import broken, steady
+if not __package__:
+    import _as_package  # noqa: F401  run as a file: its siblings are the package `bench`
+
+from bench.engines import Engine, all_up, llm_settings, modes
+from bench.plot import draw
+from bench.records import Record
+from bench.steady import broken, steady
 
 CHAT = (
     "Explain why the sky is blue to a child.",
@@ -37,23 +39,24 @@ CHAT = (
 def main() -> None:
     """Parse arguments, run the cells, write JSON and print the table."""
     args = _arguments()
-    engines = _start(args)
+    record = Record(args.out, args)
     prompts = _prompts(args)
     cells = []
-    for kind, texts in prompts.items():
-        for temperature in args.temperatures:
-            for batch in args.batches:
-                cells.append(_cell(engines, kind, texts, temperature, batch, args))
-                print(_row(cells[-1]), flush=True)
-                _write(args, cells)
-    for name, engine in engines.items():
-        if args.steady and name.startswith("tree"):
-            counts = steady(engine, args.batches)
-            cells.append({"steady": name} | counts)
-            print(f"{name}: {broken(counts) or 'no sync of ours, no compilation, no capture'}; {counts}")
-            engine.profile(args.out.with_suffix(f".{name}.profile.txt"))
-        _write(args, cells)
-        engine.stop()
+    with all_up(_settings(args), args.out) as engines:
+        for kind, texts in prompts.items():
+            for temperature in args.temperatures:
+                for batch in args.batches:
+                    cells.append(_cell(engines, kind, texts, temperature, batch, args))
+                    print(_row(cells[-1]), flush=True)
+                    record.write(cells)
+        for name, engine in engines.items():
+            if args.steady and name.startswith("tree"):
+                counts = steady(engine, args.batches)
+                cells.append({"steady": name} | counts)
+                print(f"{name}: {broken(counts) or 'no sync of ours, no compilation, no capture'}; {counts}")
+                engine.profile(args.out.with_suffix(f".{name}.profile.txt"))
+                record.write(cells)
+            engine.stop()
     draw(args.out)
 
 
@@ -75,26 +78,11 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _start(args: argparse.Namespace) -> dict[str, Engine]:
+def _settings(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     seqs = max(args.batches)
-    common: dict[str, Any] = {
-        "model": args.target,
-        "dtype": "bfloat16",
-        "max_model_len": args.max_model_len,
-        "max_num_seqs": seqs,
-        "max_num_batched_tokens": 16384,
-        "kv_cache_memory_bytes": int(args.kv_gib * 2**30),
-        "gpu_memory_utilization": 0.05,  # only checked against free memory
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    engines = {
-        name: Engine(name, common | extra, args.out.with_suffix(f".{name}.log"))
-        for name, extra in modes(args.drafter, args.nodes, seqs, derivers=args.derivers).items()
-    }
-    for engine in engines.values():
-        engine.receive()
-        print(f"{engine.name}: ready", flush=True)
-    return engines
+    common = llm_settings(args.target, args.max_model_len, seqs, 16384, args.kv_gib) | {"dtype": "bfloat16"}
+    wanted = modes(args.drafter, args.nodes, seqs, derivers=args.derivers)
+    return {name: common | extra for name, extra in wanted.items()}
 
 
 def _prompts(args: argparse.Namespace) -> dict[str, list[Any]]:
@@ -151,17 +139,6 @@ def _row(cell: dict[str, Any]) -> str:
         spread = (max(speeds) - min(speeds)) / middle
         parts.append(f"{name} {middle:8.0f} ({middle / base:4.2f}x, len {length:4.2f}, +-{spread / 2:.0%})")
     return " | ".join(parts)
-
-
-def _write(args: argparse.Namespace, cells: list[dict[str, Any]]) -> None:
-    import torch
-
-    setting = {
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
-        "versions": {name: version(name) for name in ("torch", "triton")},
-        "arguments": {key: str(value) for key, value in vars(args).items()},
-    }
-    args.out.write_text(json.dumps({"setting": setting, "cells": cells}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Greedy text on a GPU: trees against no speculation, in float32 and bf16, graphs and eager.
 
-    python scripts/check_gpu.py --target DIR --drafter DIR --out result.json
+    python bench/check.py --target DIR --drafter DIR --out result.json
 
 Prints every difference with the gap between the two best log-probabilities at that position, as the run
 without speculation saw them; a difference at a gap above ``--noise`` fails. All engines are up at once.
@@ -9,13 +9,16 @@ without speculation saw them; a difference at a gap above ``--noise`` fails. All
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from bench_e2e import CHAT
-from bench_engine import Engine
+if not __package__:
+    import _as_package  # noqa: F401  run as a file: its siblings are the package `bench`
+
+from bench.e2e import CHAT
+from bench.engines import Engine, llm_settings
+from bench.records import Record
 
 # A float32 sum of a few thousand terms in another order moves a logit by about 1e-4; bf16 rounds hidden
 # states at 2^-8, which moves logits of this size by up to a few tenths.
@@ -31,6 +34,8 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    record = Record(args.out, args)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     engines = {
         name: Engine(name, settings, args.out.with_suffix(f".{name}.log")) for name, settings in modes(args)
     }
@@ -40,7 +45,7 @@ def main() -> int:
     prompts = [text + "\n" for text in CHAT]
     for name, engine in engines.items():
         try:
-            engine.receive()
+            engine.wait()
             for count in (1, 3, 8):
                 ask = {"prompts": prompts[:count], "temperature": 0.0, "max_tokens": args.max_tokens}
                 answers[name, str(count)] = engine.ask(
@@ -49,6 +54,7 @@ def main() -> int:
         except RuntimeError as error:
             failed = True
             print(f"{name}: FAILED\n{error}")
+            results.append({"mode": name, "error": str(error), "failed": True})
         finally:
             engine.stop()
     for (name, count), answer in answers.items():
@@ -68,7 +74,7 @@ def main() -> int:
             f"{name:>24} batch {count}: {len(differences)} of {count} texts differ, accepted length "
             f"{answer['accepted_length']:.2f} {'FAILED ' if bad else ''}{differences}"
         )
-    args.out.write_text(json.dumps(results, indent=1))
+    record.write(results)
     return int(failed)
 
 
@@ -76,15 +82,7 @@ def modes(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
     """Name and LLM arguments of every engine."""
     found: list[tuple[str, dict[str, Any]]] = []
     for dtype in args.dtypes:
-        base: dict[str, Any] = {
-            "model": args.target,
-            "dtype": dtype,
-            "max_model_len": 1024,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 4096,
-            "kv_cache_memory_bytes": 2 * 2**30,
-            "gpu_memory_utilization": 0.05,  # only checked against free memory
-        }
+        base = llm_settings(args.target, 1024, 8, 4096, kv_gib=2) | {"dtype": dtype}
         found.append((f"{dtype}-none", base))
         for nodes in args.nodes:
             tree = {"method": "ddtree", "model": args.drafter, "num_speculative_tokens": nodes}

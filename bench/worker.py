@@ -1,119 +1,33 @@
-"""One engine in a process of its own, driven by JSON lines: what the benchmarks and GPU checks talk to.
+"""The engine's side of engines.py: one engine, asked and answering in JSON lines on stdin and stdout.
 
-Each mode (no speculation, chain, tree of N nodes) is one such process, so that all are up at once and
-their measurements can be interleaved; only one of them works at any time.
+Owns what is measured inside: the clock of a step's stages, the count of what a warm engine must not do, the
+profile. It knows vLLM's model runner and reads ddtree's functions by name; those that a checkout doesn't have
+are left out.
 """
 
 from __future__ import annotations
 
 import collections
+import importlib.util
 import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Engines inherit these.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
-class Engine:
-    """The parent's side: start, wait until ready, ask, stop."""
-
-    def __init__(self, name: str, llm_args: dict[str, Any], log: Path) -> None:
-        self.name = name
-        self._log = log.open("w")
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-        self._send(llm_args)
-
-    def _send(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
-
-    def receive(self) -> dict[str, Any]:
-        """Return the next answer; RuntimeError with the log's tail if the engine died."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("@@"):
-                return json.loads(line[2:])
-        tail = Path(self._log.name).read_text()[-3000:]
-        raise RuntimeError(f"engine {self.name} stopped:\n{tail}")
-
-    def ask(self, **message: Any) -> dict[str, Any]:
-        """Generate once: prompts (text or token lists), temperature, max_tokens, and what to report."""
-        self._send(message)
-        return self.receive()
-
-    def watch(self) -> None:
-        """From here on count what a warm engine must not do."""
-        self.ask(command="watch")
-
-    def counts(self) -> dict[str, Any]:
-        """What happened since :meth:`watch`: synchronisations by place, compilations, graph captures."""
-        return self.ask(command="counts")
-
-    def profile(self, path: Path) -> None:
-        """Write where host and GPU spend a step at batch 1."""
-        self.ask(command="profile", path=str(path))
-
-    def stop(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
-
-
-def graph_sizes(seqs: int, width: int) -> list[int]:
-    """Capture sizes that give the chain graphs for its whole batches, as ddtree sets them for itself."""
-    whole = {n * width for n in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64) if n <= seqs}
-    return sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, 512} | whole)
-
-
-def modes(
-    drafter: str,
-    nodes: list[int],
-    seqs: int,
-    synthetic: list[float] | None = None,
-    derivers: Sequence[str] = ("draw",),
-) -> dict[str, dict[str, Any]]:
-    """LLM arguments of no speculation, the chain of 15 and trees of each deriver; 0 nodes: ddtree's default,
-    which falls with the batch; ``synthetic``: imposed accepted lengths."""
-    chain: dict[str, Any] = {"method": "dflash", "model": drafter, "num_speculative_tokens": 15}
-    tree: dict[str, Any] = {"method": "ddtree", "model": drafter}
-    if synthetic:
-        chain |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": synthetic[0]}
-        tree |= {"ddtree_synthetic_acceptance_length": synthetic[1]}
-    found: dict[str, dict[str, Any]] = {
-        "none": {},
-        "chain": {
-            "speculative_config": chain,
-            "compilation_config": {"cudagraph_capture_sizes": graph_sizes(seqs, 16)},
-        },
-    }
-    for count, deriver in itertools.product(nodes, derivers):
-        name = f"tree{count or ''}" + ("" if deriver == "draw" else f"-{deriver}")
-        options = {"num_speculative_tokens": count or None, "ddtree_deriver": deriver}
-        found[name] = {"speculative_config": tree | options}
-    return found
+if not __package__:
+    import _as_package  # noqa: F401  this folder's file names must not stand before vLLM's
 
 
 def _serve() -> None:
+    found = importlib.util.find_spec("vllm_ddtree")
+    origin = found.origin if found else None
+    _answer({"package": str(Path(origin).resolve().parents[1]) if origin else None})
     args = json.loads(sys.stdin.readline())
     from vllm import LLM
 
@@ -176,19 +90,24 @@ class StageClock:
         if runner.speculator is not None:
             self._wrap(runner.speculator, "propose", "draft+build")
         if hasattr(runner, "tree_step"):
-            from vllm_ddtree import step
-
-            for owner, name in (
-                (step, "begin_step"),
-                (step, "walk_rows"),
-                (step, "commit_rows"),
-                (step.CacheMover, "move"),
-            ):
-                self._wrap(owner, name, "own")
+            self._wrap_own()
 
     def start(self, on: bool) -> None:
         """Forget what was measured; measure from here on, or no more."""
         self._on, self._steps = on, []
+
+    def _wrap_own(self) -> None:
+        """What is ours outside the graphs; nothing of it where a checkout calls a part by another name."""
+        from vllm_ddtree import step
+
+        parts = [(step, name) for name in ("begin_step", "walk_rows", "commit_rows")]
+        parts.append((getattr(step, "CacheMover", None), "move"))
+        lacking = [name for owner, name in parts if not hasattr(owner, name)]
+        if lacking:
+            print(f"bench: no times of `own`: vllm_ddtree.step has no {', '.join(lacking)}", file=sys.stderr)
+            return
+        for owner, name in parts:
+            self._wrap(owner, name, "own")
 
     def _wrap(self, owner: Any, name: str, stage: str) -> None:
         import torch

@@ -1,17 +1,15 @@
 """Times every compiled CUDA op and prints a table.
 
-Owns: inputs of realistic shape, one CUDA graph of repeated calls per cell, the JSON. A cell that fails
+Owns: inputs of realistic shape, one CUDA graph of repeated calls per cell. A cell that fails
 keeps its error in the results. Two times per cell: microseconds per call inside a replayed graph (the GPU's
 own time) and per eager call (launch included).
 
-    python scripts/bench_ops.py --json results/ops.json
+    python bench/ops.py --json results/ops.json
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +17,10 @@ from pathlib import Path
 
 import torch
 
+if not __package__:
+    import _as_package  # noqa: F401  run as a file: its siblings are the package `bench`
+
+from bench.records import Record
 from vllm_ddtree import ops, reference, residual, step
 from vllm_ddtree.engine.state import TreeStore
 
@@ -174,9 +176,10 @@ def main() -> None:
     args = parse()
     if not ops.has_kernels("cuda"):
         raise SystemExit(
-            f"bench_ops needs the compiled CUDA kernels and a GPU; found: {ops.kernels_error('cuda')}. "
+            f"bench/ops.py needs the compiled CUDA kernels and a GPU; found: {ops.kernels_error('cuda')}. "
             "There is nothing to time without: `python setup.py build_ext --inplace` where nvcc is."
         )
+    record = Record(args.json, args)
     verify_build(max(args.nodes), args.depth)
     rows = []
     print(f"{'op':<20}{'n':>5}{'N':>6}{'graph us':>12}{'eager us':>12}")
@@ -192,15 +195,7 @@ def main() -> None:
                     row["error"] = f"{type(error).__name__}: {error}"
                     print(f"{name:<20}{n:>5}{nodes:>6}  {row['error']}")
                 rows.append(row)
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    machine = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-    }
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({"machine": machine, "settings": settings, "rows": rows}, indent=1))
+    record.write(rows)
     print(f"written: {args.json}")
 
 

@@ -1,7 +1,7 @@
 """Host time per step of making grammar bitmasks: a chain of 15 nodes against trees.
 
-    python scripts/bench_grammar.py [--json FILE] [--repeats N]
-    python scripts/bench_grammar.py --accepted [--nodes 64]      # accepted lengths on a CPU, minutes
+    python bench/grammar.py [--json FILE] [--repeats N]
+    python bench/grammar.py --accepted [--nodes 64]      # accepted lengths on a CPU, minutes
 
 One request whose answer is a JSON document under a schema of an ordinary size, with SmolLM2's vocabulary.
 Drafts follow the document; a tree's other candidates are tokens that the grammar allows at that depth, or,
@@ -23,7 +23,12 @@ from types import SimpleNamespace
 
 import torch
 
-ROOT = Path(__file__).parent.parent
+if not __package__:
+    import _as_package  # noqa: F401  run as a file: its siblings are the package `bench`
+
+from bench.records import Record
+
+ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / ".models" / "SmolLM2-135M-Instruct"
 DEPTH = 15  # a drafter of block size 16
 TREES = (16, 32, 64)
@@ -270,6 +275,7 @@ def main() -> None:
     if options.accepted:
         accepted(options.nodes, options.backend)
         return
+    record = Record(options.json, options) if options.json else None
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
@@ -278,8 +284,8 @@ def main() -> None:
     for result in results:
         for key, row in result["steps"].items():
             print(f"| {result['backend']} | {key} | {row['masks']} | {row['median_ms']} | {row['p95_ms']} |")
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+    if record:
+        record.write(results)
 
 
 if __name__ == "__main__":

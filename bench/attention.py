@@ -1,6 +1,6 @@
 """Time the attention of one verification step: our two variants, xformers and plain FlashAttention.
 
-One command, a table on stdout and raw JSON: ``python scripts/bench_attention.py --out attention.json``.
+One command, a table on stdout and raw JSON: ``python bench/attention.py --out attention.json``.
 Shape: Qwen3-8B (32 query heads, 8 KV heads, head size 128), bf16, pages of 16 tokens, random trees.
 Times are the median of CUDA-graph replays, per call. Each graph holds several calls that read different
 pages, as the layers of a model do, so that a context is not served from the L2 cache.
@@ -10,7 +10,6 @@ Plain FlashAttention is the yardstick: causal, over the same number of tokens an
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -20,8 +19,12 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
+if not __package__:
+    import _as_package  # noqa: F401  run as a file: its siblings are the package `bench`
+
+from bench.records import Record
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
 
 Q_HEADS, KV_HEADS, HEAD, PAGE = 32, 8, 128, 16
 GROUP = Q_HEADS // KV_HEADS
@@ -32,7 +35,7 @@ CALLS = 8  # per graph, over different pages where the cache is large enough
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default="bench_attention.json")
+    parser.add_argument("--out", default="bench_attention.json", type=Path)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--nodes", type=int, nargs="+", default=NODES)
@@ -220,7 +223,8 @@ def largest_difference(cell: Cell, methods: list[str], num_sms: int) -> dict[str
 def main() -> None:
     args = parse()
     if not torch.cuda.is_available():
-        sys.exit("bench_attention needs a CUDA device; found none. Run it on the GPU machine.")
+        sys.exit("bench/attention.py needs a CUDA device; found none. Run it on the GPU machine.")
+    record = Record(args.out, args)
     began = time.perf_counter()
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     pages = max(args.batches) * -(-(max(args.contexts) + max(args.nodes) + 1) // PAGE)
@@ -252,15 +256,10 @@ def main() -> None:
             row["max_abs_difference"] = largest_difference(cell, alive, num_sms)
         print_row(row, args.methods, first=len(rows) == 1)
         del cell
-    result = {
-        "device": torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "shape": {"q_heads": Q_HEADS, "kv_heads": KV_HEADS, "head_size": HEAD, "page": PAGE, "dtype": "bf16"},
-        "seconds": time.perf_counter() - began,
-        "rows": rows,
-    }
-    Path(args.out).write_text(json.dumps(result, indent=1))
-    print(f"wrote {args.out} after {result['seconds']:.0f} s")
+    shape = {"q_heads": Q_HEADS, "kv_heads": KV_HEADS, "head_size": HEAD, "page": PAGE, "dtype": "bf16"}
+    seconds = time.perf_counter() - began
+    record.write(rows, shape=shape, seconds=seconds)
+    print(f"wrote {args.out} after {seconds:.0f} s")
 
 
 def print_row(row: dict, methods: list[str], first: bool) -> None:
