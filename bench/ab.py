@@ -6,6 +6,7 @@ Modes: ``none`` and ``chain`` (both by --new), and ``old`` or ``new`` with a num
 the default schedule). Weights are dummies and accepted lengths imposed, so that both do the same work.
 The engines of all modes are up at once; every other round asks them in the opposite order. Both checkouts
 must be compiled; nothing of them need be installed: their entry points are read from their pyproject.toml.
+Where git does not know their commits, DDTREE_OLD_COMMIT and DDTREE_COMMIT (of --new) say them.
 A spread is half of what lies between the least and the most of the rounds, over the median.
 """
 
@@ -43,8 +44,8 @@ class Checkout:
         """``site``: where to write the metadata; ``variable``: says the commit where git does not know it."""
         self.folder, self.site = folder.resolve(), site
         self.version = package_version(self.folder)
-        if not self.version:
-            raise SystemExit(f"{folder} must be a checkout with vllm_ddtree/ in it; found none there.")
+        if not self.version or not (self.folder / "pyproject.toml").exists():
+            raise SystemExit(f"{folder} must be a checkout with vllm_ddtree/ and pyproject.toml; found none.")
         if not list(self.folder.glob("vllm_ddtree/_C*.so")):
             raise SystemExit(
                 f"{folder} must be compiled; found no vllm_ddtree/_C*.so, without which its slow "
@@ -94,13 +95,10 @@ def main() -> None:
     paths = {name: code["old" if name.startswith("old") else "new"].path() for name in wanted}
     with all_up({name: common | extra for name, extra in wanted.items()}, args.out, paths) as engines:
         samples = measure(engines, args, record)
-        cells = [cell(batch, name, rounds) for (batch, name), rounds in samples.items()]
-        print(*map(_line, cells), sep="\n")
+        print(*map(_line, cells(samples)), sep="\n")
+        print(*map(_comparison, comparisons(samples)), sep="\n", flush=True)
         if args.steady:
-            cells += _steady(engines, args)
-        compared = comparisons(samples)
-        record.write(cells, compared=compared)
-    print(*map(_comparison, compared), sep="\n")
+            record.write(cells(samples) + _steady(engines, args), compared=comparisons(samples))
     draw(args.out)
 
 
@@ -162,9 +160,14 @@ def measure(engines: dict[str, Engine], args: argparse.Namespace, record: Record
                 if round_:
                     samples[batch, name].append(answer)
         if round_:
-            record.write([cell(batch, name, rounds) for (batch, name), rounds in samples.items()])
+            record.write(cells(samples), compared=comparisons(samples))
             print(f"round {round_} done after {time.monotonic() - began:.0f} s", flush=True)
     raise AssertionError
+
+
+def cells(samples: Samples) -> list[dict[str, Any]]:
+    """A cell per batch and mode."""
+    return [cell(batch, name, rounds) for (batch, name), rounds in samples.items()]
 
 
 def cell(batch: int, name: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -222,14 +225,14 @@ def comparisons(samples: Samples) -> list[dict[str, Any]]:
 
 
 def _steady(engines: dict[str, Engine], args: argparse.Namespace) -> list[dict[str, Any]]:
-    cells = []
+    found = []
     for name, engine in engines.items():
         if name.startswith("new"):
             counts = steady(engine, args.batches)
-            cells.append({"steady": name} | counts)
+            found.append({"steady": name} | counts)
             print(f"{name}: {broken(counts) or 'no sync of ours, no compilation, no capture'}; {counts}")
             engine.profile(args.out.with_suffix(f".{name}.profile.txt"))
-    return cells
+    return found
 
 
 def _line(cell: dict[str, Any]) -> str:

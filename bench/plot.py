@@ -97,6 +97,7 @@ def _speeds(plt: Any, cells: list[dict[str, Any]]) -> Any:
 
 def _stages(plt: Any, rows: list[dict[str, Any]]) -> Any:
     """GPU milliseconds of a step by stage, stacked, one panel per context and batch."""
+    rows = [row for row in rows if "gpu_ms" in row]
     places = list(dict.fromkeys((row["context"], row["batch"]) for row in rows))
     figure, axes = plt.subplots(1, len(places), figsize=(3.1 * len(places), 3.8), squeeze=False)
     stages = {"verify": "#5b9bc8", "walk+commit": "#e3a857", "draft+build": "#7fb77e"}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -225,6 +227,29 @@ def test_an_engine_says_whose_code_it_runs(checkout, tmp_path):
         engine.receive()
 
 
+@pytest.mark.slow
+def test_two_checkouts_draft_trees_in_one_run(tmp_path, tiny):
+    """Each engine loads the plugin of its own checkout, which is installed nowhere."""
+    checkouts = {}
+    for name in ("old", "new"):
+        folder = tmp_path / name
+        shutil.copytree(ROOT / "vllm_ddtree", folder / "vllm_ddtree")
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        git(tmp_path, "init", "-q", str(folder))
+        git(folder, "add", ".")
+        git(folder, "commit", "-qm", name)
+        checkouts[name] = ab.Checkout(folder, tmp_path / f"{name}-site", "DDTREE_COMMIT")
+    common = engines.llm_settings(tiny[0], 256, 2, 512, kv_gib=0.25)
+    common |= {"dtype": "float32", "enforce_eager": True, **engines.modes(tiny[1], [8], 2)["tree8"]}
+    paths = {name: checkout.path() for name, checkout in checkouts.items()}
+    ask = {"prompts": [[70, 71, 72], [80] * 9], "temperature": 0.0, "max_tokens": 8, "want_output": True}
+    with engines.all_up(dict.fromkeys(paths, common), tmp_path / "x.json", paths) as up:
+        answers = {name: engine.ask(**ask) for name, engine in up.items()}
+    assert answers["old"]["output"] == answers["new"]["output"]
+    assert answers["old"]["tokens"] == 16
+    assert answers["old"]["accepted_length"] == answers["new"]["accepted_length"] > 1
+
+
 def test_entry_points_of_a_checkout_are_its_own(checkout, tmp_path):
     found = ab.Checkout(checkout, tmp_path / "site", "DDTREE_COMMIT")
     assert found.version == "7.7" and found.commit == records.commit_of(checkout)
@@ -272,6 +297,65 @@ def test_ab_refuses_other_modes_in_words(name, capsys):
     with pytest.raises(SystemExit):
         ab.arguments(["--new", ".", "--modes", name, "--out", "x.json"])
     assert "old64" in capsys.readouterr().err
+
+
+STAND_IN = """
+import importlib.util, json, pathlib, sys
+def say(**what):
+    print("@@" + json.dumps(what), flush=True)
+say(package=str(pathlib.Path(importlib.util.find_spec("vllm_ddtree").origin).resolve().parents[1]))
+sys.stdin.readline()
+say(ready=True)
+stages = {"gpu_ms": {"verify": 4.0}, "host_ms": {"verify": 0.5}, "wall_ms": 5.0, "steps": 9}
+counts = {"torch.compile graphs": 0, "triton compilations": 0, "graph captures": 0}
+counts["syncs"] = {"vllm/x.py:1 f": 2}
+for line in sys.stdin:
+    ask = json.loads(line)
+    if ask.get("command"):
+        say(**(counts if ask["command"] == "counts" else {}))
+        continue
+    many = len(ask["prompts"])
+    say(tokens=many * ask["max_tokens"], seconds=0.5, accepted_length=2.0, stages=stages,
+        output=[[1, 2, 3]] * many, gaps=[[0.1, 0.2, 0.3]] * many)
+"""
+
+
+@pytest.mark.parametrize("name", ["ab", "check", "e2e", "steady", "step"])
+def test_what_a_script_writes_is_a_record(name, checkout, real, tmp_path, monkeypatch):
+    """The scripts' own course. Stages are timed by CUDA events and these need a GPU: a stand-in answers."""
+    worker, out = tmp_path / "stand_in.py", tmp_path / "out" / "x.json"
+    worker.write_text(STAND_IN)
+    monkeypatch.setattr(engines, "WORKER", worker)
+    monkeypatch.setenv("DDTREE_COMMIT", "said")
+    pair = ["--target", real[0], "--drafter", real[1]]
+    few = ["--nodes", "8", "--batches", "1", "2"]
+    both = ["--old", str(checkout), "--new", str(checkout), "--modes", "old8", "new8", "none", "chain"]
+    arguments = {
+        "ab": [*both, "--batches", "1", "2", "--seconds", "0", "--steady"],
+        "check": [*pair, "--max-tokens", "3"],
+        "e2e": [*pair, *few, "--rounds", "2", "--temperatures", "0", "--steady"],
+        "steady": [*pair, "--nodes", "8", "--max-num-seqs", "2"],
+        "step": [*few, "--contexts", "64"],
+    }
+    monkeypatch.setattr(sys, "argv", [name, *arguments[name], "--out", str(out)])
+    assert not importlib.import_module(f"bench.{name}").main()
+    found = records.read(out)
+    records.check(found)
+    if name == "ab":
+        assert found["commit"] == records.commit_of(checkout) == found["checkouts"]["old"]["commit"]
+        assert found["versions"]["vllm-ddtree"] == "7.7"
+        assert [(c["batch"], c["mode"], c["wall_ms"]) for c in found["cells"][:4]] == [
+            (1, mode, 5.0) for mode in ("old8", "new8", "none", "chain")
+        ]
+        assert [row["wall_ratio"] for row in found["compared"]] == [1.0, 1.0]
+        assert found["cells"][-1]["steady"] == "new8"
+    if name == "e2e":
+        assert list(found["cells"][0]["tokens_per_second"]) == ["none", "chain", "tree8"]
+        assert found["cells"][0]["tokens_per_second"]["tree8"] == [512.0, 512.0]
+    if name == "step":
+        assert [cell["speedup"] for cell in found["cells"]] == [1.0] * 6
+    if name == "check":
+        assert [cell["differences"] for cell in found["cells"]] == [[]] * len(found["cells"])
 
 
 def answer(wall: float | None, tokens: float, verify: float) -> dict:
