@@ -102,13 +102,11 @@ def git(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Another checkout of the package, committed, with a compiled module and a `bench` of its own."""
+    """Another checkout of the package, committed, with a compiled module."""
     folder = tmp_path / "other"
     (folder / "vllm_ddtree").mkdir(parents=True)
     (folder / "vllm_ddtree" / "__init__.py").write_text('__version__ = "7.7"\n')
     (folder / "vllm_ddtree" / "_C.abi3.so").touch()
-    (folder / "bench").mkdir()
-    (folder / "bench" / "__init__.py").write_text("raise SystemExit('the wrong bench')\n")
     (folder / "pyproject.toml").write_text(
         '[project]\nname = "vllm-ddtree"\n\n[project.entry-points."vllm.general_plugins"]\n'
         '# a word\nddtree = "vllm_ddtree.other:register"\n\n[tool.x]\nfiles = [\n "a",\n]\nb = "c"\n'
@@ -187,9 +185,11 @@ def test_plot_without_matplotlib_says_so_and_fails_nothing(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_help_without_a_gpu_from_anywhere(script, checkout, tmp_path):
-    """As a file, in another folder, with another checkout on PYTHONPATH whose `bench` must not be taken."""
-    path = os.pathsep.join([str(ROOT), str(checkout), os.environ.get("PYTHONPATH", "")])
+def test_help_without_a_gpu_from_anywhere(script, tmp_path):
+    """As a file, in another folder, where PYTHONPATH begins with a `bench` that must not be taken."""
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "__init__.py").write_text("raise SystemExit('the wrong bench')\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, str(script), "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True
