@@ -48,7 +48,10 @@ def lacks(what, instead, cuda_only=False):
     if REQUIRED and not cuda_only:
         raise SystemExit(f"vllm-ddtree: DDTREE_REQUIRE_EXT=1, but the build {what}")
     if CUDA == "1":
-        raise SystemExit(f"vllm-ddtree: DDTREE_BUILD_CUDA=1, but the build {what}")
+        raise SystemExit(
+            f"vllm-ddtree: DDTREE_BUILD_CUDA=1, but the build {what}; the wheel (pip install "
+            "vllm_ddtree-*.whl) needs no compiler"
+        )
     if CUDA != "0" and has_gpu():
         raise SystemExit(
             f"vllm-ddtree: this machine has an NVIDIA GPU, but the build {what}; ddtree serves a GPU with "

@@ -155,6 +155,7 @@ def test_on_this_gpu(tmp_path):
         ({}, CPU + "status.vllm_version = lambda: ('vllm', '0.31.2')\n", "found vllm 0.31.2"),
         ({}, CPU + "status.vllm_version = lambda: ('vllm', '0.33.0')\n", "finds no GPU"),
         ({}, GPU + LAUNCHED + "torch.version.hip = '7.0'\n", "NVIDIA GPUs"),
+        ({"PATH": "/nowhere"}, GPU + LAUNCHED, "Triton finds no C compiler"),
         (
             {},
             "import importlib.metadata as m\nreal = m.entry_points\n"

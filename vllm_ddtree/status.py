@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,6 +132,11 @@ def _look_at_gpus(it: Report) -> None:
                 it.problems.append(f"the kernels do not run on GPU {device}: {failure}")
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
         it.problems.append("VLLM_USE_V2_MODEL_RUNNER=0 is set, but ddtree needs Model Runner V2: unset it.")
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        it.problems.append(
+            "Triton finds no C compiler, with which it launches vLLM's kernels and ddtree's on a GPU: install "
+            "gcc."
+        )
 
 
 def _driver_state() -> str:
@@ -196,7 +202,8 @@ def _look_at_plugins(it: Report, names: tuple[str, ...]) -> None:
 def main() -> int:
     """Print what is here, what is missing and what to do; exit 0 when a server with ddtree could start."""
     it = report()
-    print("\n".join(f"found: {line}" for line in it.found))
+    for line in it.found:
+        print(f"found: {line}")
     for line in it.problems:
         print(f"problem: {line}")
     if not it.problems:
