@@ -134,8 +134,8 @@ def _look_at_gpus(it: Report) -> None:
         it.problems.append("VLLM_USE_V2_MODEL_RUNNER=0 is set, but ddtree needs Model Runner V2: unset it.")
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         it.problems.append(
-            "Triton finds no C compiler, with which it launches vLLM's kernels and ddtree's on a GPU: install "
-            "gcc."
+            "Triton finds no C compiler, with which it launches vLLM's kernels and ddtree's on a GPU: "
+            "install gcc."
         )
 
 
