@@ -78,6 +78,7 @@ def test_a_record_that_lacks_a_field_is_neither_written_nor_read(tmp_path, lacki
 
 def test_the_record_of_this_run(tmp_path, monkeypatch):
     monkeypatch.setenv("DDTREE_COMMIT", "said")  # where git does not know
+    monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "bench.e2e", "--nodes", "8 9"])
     record = records.Record(tmp_path / "x.json", Namespace(nodes=[8], out=Path("x.json")))
     record.write([{"a": 1}], shape="small")
     found = records.read(tmp_path / "x.json")
@@ -90,7 +91,8 @@ def test_the_record_of_this_run(tmp_path, monkeypatch):
     assert found["versions"]["vllm-ddtree"] == vllm_ddtree.__version__
     assert found["machine"]["cpus"] == os.cpu_count()
     assert "gpu" in found["machine"] or found["machine"]["cpu"]
-    assert "pytest" in found["command"] and found["date"].endswith("+00:00")
+    assert found["command"] == "python3 -m bench.e2e --nodes '8 9'"
+    assert found["date"].endswith("+00:00")
     assert found["arguments"] == {"nodes": "[8]", "out": "x.json"}
     assert found["cells"] == [{"a": 1}] and found["shape"] == "small"
 
